@@ -103,84 +103,119 @@ log = logging.getLogger("masterserver")
 # to change are settings (section 3). Limits of one protocol or one tool stand with it.
 # ================================================================================================
 
-TICK_S = 1.0                        # between two ticks of protocols; documents count whole seconds
-LOOK_S = 0.25                       # between two ticks of connections: AIO greets after 1.2 s
-HELD_UP_S = 5.0                     # a tick this late means that the program was stopped for a time
-DRAIN_DATAGRAMS = 128               # read from one socket before the others get their turn: 1 ms
-ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get their turn
-BACKLOG = 1024                      # connections that wait: half a second of 2,000 a second
-MAX_DATAGRAM_BYTES = 2048           # the longest in a document has 520; what is beyond is cut off
-UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800 bytes each there
-RECV_BYTES = 65536                  # for one read from a connection
-# The system's own buffer of megabytes would hide how slowly a reader reads.
+# The time between two ticks of protocols, because their documents count whole seconds
+TICK_S = 1.0
+# The time between two ticks of connections. It is short because AIO's greeting is due after 1.2 s
+LOOK_S = 0.25
+# A tick that comes later than this means that the program was stopped for a time
+HELD_UP_S = 5.0
+# So many datagrams are read from one socket, in 1 ms, before the other sockets get their turn
+DRAIN_DATAGRAMS = 128
+# So many connections are accepted by one listener before the others get their turn
+ACCEPT_CONNECTIONS = 64
+# So many new connections may wait for accept(): those of half a second, if 2,000 come a second
+BACKLOG = 1024
+# Longer datagrams are truncated. The longest one in a document has 520 bytes
+MAX_DATAGRAM_BYTES = 2048
+# The system's buffer for datagrams. It holds 20,000 announcements; each takes about 800 bytes
+UDP_BUFFER_BYTES = 8 << 20
+RECV_BYTES = 65536                  # the most that is read from a connection at once
+# The system's buffer for each connection. Its default, megabytes, would hide that a reader is slow
 SEND_BUFFER_BYTES = 1 << 18
-# After our last byte we read away the peer's further input for a time, up to a number of bytes.
-# Then we close the connection.
+# After our last byte, further input of the peer is read and dropped, for a time and up to a number
+# of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
-OUTPUT_BYTES = 64 << 20             # waiting for all readers together: three lists of 50,000
-WORKER_JOBS = 64                    # waiting for one thread; further jobs are refused
-# Host names from strangers that wait to be looked up. With a slow name server each takes half a
-# minute.
+# A client that takes longer to read one answer is disconnected
+OUTPUT_TOTAL_S = 120.0
+# The output that may wait for all readers together: three lists of 50,000 servers
+OUTPUT_BYTES = 64 << 20
+# So many jobs may wait for one thread; further jobs are refused
+WORKER_JOBS = 64
+# So many host names, named by strangers, may wait to be looked up. With a slow name server each
+# look-up takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
-LOOKUP_TURNS = 1024                 # remembered sources: 16 times as many as can wait
-# Game servers of one source that wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB.
+LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
+# The sources whose last look-up is remembered: 16 times as many as look-ups can wait
+LOOKUP_TURNS = 1024
+# So many game servers of one source may wait for the same look-up. If each is a Luanti server with
+# the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # for answers on their way at a stop: people wait no longer
-STOP_DISK_S = 5.0                   # for a batch that is being written; it takes milliseconds
-DESCRIPTORS_KEPT = 40               # for everything but connections: listeners, database, log
-DESCRIPTORS_UNTOLD = 256            # assumed if the system does not tell: macOS's limit
-FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
+STOP_S = 2.0                        # at a stop, answers that are being sent get this long
+STOP_DISK_S = 5.0                   # at a stop, a batch that is being written gets this long
+# Descriptors that are kept free for listeners, the database and the log
+DESCRIPTORS_KEPT = 40
+# The limit of descriptors if the system does not tell it. It is macOS's
+DESCRIPTORS_UNTOLD = 256
+# Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
+FAULT_RATE = 1, 20
 
-NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
-TEXT_CHARACTERS = 512               # a description in a document has 386 bytes at most
-PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSpace: u16)
+# The longest name. Hyperbol's have 32 bytes, Iceball's 30, SubSpace's 32, and AIO's have no limit
+NAME_CHARACTERS = 128
+# The longest description. The longest one in a document has 386 bytes
+TEXT_CHARACTERS = 512
+# The largest number in the list with the widest field (Iceball, SubSpace: u16)
+PLAYERS_MAX = 65535
 
-COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
-COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
-# Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
+# A cookie is valid for one to two windows. Servers return it within a second
+COOKIE_WINDOW_S = 30
+# To guess one of 2**64 MACs takes six million years at 100,000 guesses a second
+COOKIE_MAC_BYTES = 8
+# Anybody can have an IPv6 /48, so all of it together may have as much as 16 single sources
 SITE_SOURCES = 16
-LIMITER_SOURCES = 16384             # remembered by one limiter, in about 3 MB
-# All unproven sources together get this many bytes more than they sent, a second / at once. Each
-# use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
-# addresses.
+# The sources that one limiter remembers, in about 3 MB
+LIMITER_SOURCES = 16384
+# The bytes that all unproven sources together get beyond what they have sent: (a second, at once).
+# Each use of allow_surplus() has as much. It is enough for 200 lists a second, and gives an
+# attacker with forged addresses no more than 0.8 Mbit/s
 SURPLUS_BYTES = 100_000, 1_000_000
-# This rate is never reached. A limit would let a flood with a server's address silence the server.
+# The rate of answers to the poller: so high that it is never reached. With a real limit, a flood
+# with a game server's address could keep out the answers of that game server
 ANSWERS_RATE = 1e6, 1e6
-# While a flood with its address keeps a server's own packets out, silence proves nothing before so
-# many lifetimes.
+# During a flood with its address, a game server's own packets may be lost. Then its silence counts
+# only after this many lifetimes
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # waiting for the disk: a full list, and as many that left
+# Changed servers that may wait for the disk: those of a full list, and as many that have left
+ALTERED_SERVERS = 100_000
 KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
 KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
-OUTCOMES_KEPT = 4096                # packets that /check explains: 3 MB with the longest details
-OUTCOMES_PER_SOURCE = 64            # two for each of the 32 servers that a source lists by default
-OUTCOMES_PER_S = 500                # even in a flood the last eight seconds are kept
-OUTCOME_CHARACTERS = 200            # two lines of detail on the page
+# Packets that /check can explain. With the longest details they take 3 MB
+OUTCOMES_KEPT = 4096
+# Packets of one source that are kept: two for each of the 32 servers that it may list by default
+OUTCOMES_PER_SOURCE = 64
+# Packets that are recorded in a second, so that even in a flood those of eight seconds are kept
+OUTCOMES_PER_S = 500
+OUTCOME_CHARACTERS = 200            # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096              # a search for 128 Chinese characters needs 1,200
 HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
-# An announcement needs 500 bytes, or 12,500 with every text at its longest. Luanti's has the names
-# of all mods.
+# An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
+# longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# With the next two limits a body of that size costs the event loop 3 ms at most.
-ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of other games 10
-# Digits of a number. A float has 309 before its point. int() takes the square of their number.
+# The next two limits bound the time for a body of that size to 3 ms.
+# Luanti's announcements have 27 fields, those of other games have 10
+ANNOUNCED_FIELDS_MAX = 64
+# The digits of a number in JSON. A float has up to 309 before its point. The time that int() takes
+# grows with the square of the digits
 NUMBER_DIGITS = 400
-HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
-HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # a list of 50,000 servers is longer, and is kept by itself
-GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
-GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
-RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
-RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: this long for each server
-CACHE_S = 5                         # for which a cache in front may keep an answer, like the page
-PAGE_ROWS = 2000                    # servers on one page; a search finds the others
-CHECK_FINDINGS = 100                # the latest findings, on one page of /check
+HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
+# A kept connection may have no request for this long. The page sends one every 5 s
+HTTP_IDLE_S = 30.0
+# The memory for cached responses. A list of 50,000 servers is longer, and is cached by itself
+HTTP_CACHE_BYTES = 16 << 20
+# Shorter bodies are not compressed, because with their head they fit into one packet anyway
+GZIP_MIN_BYTES = 600
+# At this level 10,000 servers, 4 MB, take 266 kB and 10 ms; at level 6 they take 222 kB and 23 ms
+GZIP_LEVEL = 3
+# The shortest time between two renderings of a long list, however many clients ask for it
+RENDER_S = 1.0
+# A short list may be rendered sooner: after this time for each of its servers
+RENDER_SERVER_S = 0.0001
+# Browsers and proxies may keep a response for this long. The page asks for a new one as often
+CACHE_S = 5
+PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
+CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -972,29 +1007,30 @@ def config_text():
 # ================================================================================================
 # 4  Wire helpers
 #
-# Helpers that several protocols share: the one exception for bad input, text, addresses, the
-# cookie, the rate limiter. Nothing here does I/O.
+# Helpers that several protocols share: the exception for bad input, text, numbers, addresses, the
+# cookie, and the rate limiter. None of them does I/O.
 # ================================================================================================
 
-# As the socket gives it: (address, port), or (address, port, flow, scope) for IPv6
+# The sender of a packet as a socket gives it: (address, port), and for IPv6 also flow and scope
 Peer = Tuple[Any, ...]
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
-# Not the generator of the module random, which an embedding program may have seeded
+# A generator of our own, because an embedding program may have seeded that of the module random
 RANDOM = random.SystemRandom()
 
 
 class Malformed(Exception):
-    """Bytes that are not what the protocol's document says; the text names the field. A decoder
-    raises no other exception."""
+    """Raised for bytes that do not follow the protocol's document. The text names the field.
+
+    Decoders raise no other exception, whatever the bytes are."""
 
 
 class Limited(Exception):
-    """A UDP request that a limit turns away: it is counted and gets no answer."""
+    """Raised for a UDP request that exceeds a limit. It is counted and gets no answer."""
 
 
 def error_text(error):
-    """Return an exception's message, or, as for a MemoryError, the name of its type."""
+    """Return the message of an exception or, if it has none, the name of its type."""
     return str(error) or type(error).__name__
 
 
@@ -1049,8 +1085,10 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
 def clean(text, max_characters=NAME_CHARACTERS):
-    """Return a text that is fit for every list: without control, bidirectional and zero-width
-    characters and without blanks at its ends, cut to `max_characters`."""
+    """Return a text without anything that could harm a list, cut to `max_characters`.
+
+    Escape sequences, control characters, invisible characters and piled-up accents are removed. Any
+    run of blanks becomes one space, and blanks at the ends are removed."""
     if not (text.isascii() and text.isprintable()):
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
@@ -1060,46 +1098,51 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Return UTF-8 as a cleaned text. A character that is cut off at the end is left out; other
-    invalid bytes become U+FFFD."""
+    """Decode UTF-8 and clean the text.
+
+    An incomplete character at the end is dropped. Other invalid bytes become U+FFFD."""
     text, _ = codecs.utf_8_decode(raw, "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Return bytes as a cleaned text: UTF-8 if they are valid, whole or cut off within a character,
-    else Windows-1252."""
+    """Decode bytes of an unknown encoding and clean the text.
+
+    The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
+    end. Otherwise it is taken for Windows-1252."""
     try:
-        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
+        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
         text, decoded_bytes = "", 0
-    # If everything else is ASCII, the character that seems cut off is a letter of Windows-1252
+    # If everything before it is ASCII, what looks like the first byte of an incomplete character is
+    # more probably a letter of Windows-1252
     if decoded_bytes < len(raw) and text.isascii():
         text = raw.decode("cp1252", "replace")
     return clean(text, max_characters)
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes up to the first NUL. A field that is filled to its end has none."""
+    """Return the bytes before the first NUL, or all of them if there is no NUL."""
     text, _, _ = data.partition(b"\0")
     return text
 
 
-# One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
-# server takes
+# The encoder is created once. json.dumps() would create one at each call, which takes a quarter of
+# the time that it takes to encode a server
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def to_json(value):
-    """Return compact JSON in UTF-8, without \\u escapes: the Iceball client fails on them. Texts
-    have been cleaned, so they need none."""
+    """Return a value as compact JSON in UTF-8, without \\u escapes.
+
+    The Iceball client fails on \\u escapes. Cleaned text does not need them."""
     return ENCODER.encode(value).encode()
 
 
 # Numbers and tables
 
 def clamp(value, high=PLAYERS_MAX):
-    """Return the number from 0 to `high` that is nearest to the value."""
+    """Return the value, or 0 if it is less than 0, or `high` if it is more than `high`."""
     if value < 0:
         return 0
     if value > high:
@@ -1108,15 +1151,16 @@ def clamp(value, high=PLAYERS_MAX):
 
 
 def decrement(counts, key):
-    """Count one fewer of a key. A key with none left is deleted."""
+    """Decrement the count of a key in a dict of counts. Delete the key if its count becomes 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
 
 
 def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest one. If there are more than `limit`, the oldest is
-    deleted."""
+    """Set a key of an OrderedDict, and move it to the end, where the latest keys are.
+
+    If that makes more than `limit` keys, delete the oldest."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > limit:
@@ -1126,8 +1170,9 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an address as lists and limits know it: without a scope, and IPv4-mapped IPv6 as
-    IPv4."""
+    """Return an IP address in the one form that lists and limits use.
+
+    An IPv4-mapped IPv6 address becomes IPv4, and the scope of an IPv6 address is removed."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1135,13 +1180,13 @@ def canonical_address(address):
 
 
 def parse_ipv6(address):
-    """Return an IPv6Address without its scope."""
+    """Parse an IPv6 address, and return an IPv6Address without its scope, such as %eth0."""
     without_scope, _, _ = address.partition("%")
     return ipaddress.IPv6Address(without_scope)
 
 
 def is_loopback(address):
-    """Is this a loopback address? It must be written as read_address() and sockets do."""
+    """Is this a loopback address? It must be written as read_address() and sockets write it."""
     return address.startswith("127.") or address == "::1"
 
 
@@ -1157,12 +1202,12 @@ def ipv4_bytes(address):
     return ipaddress.IPv4Address(address).packed
 
 
-IPV6_NUMBERS = 1 << 128             # is added to IPv6 addresses, so that none is an IPv4 number
+# This bit is set in the numbers of IPv6 addresses, so that none equals that of an IPv4 address
+IPV6_NUMBERS = 1 << 128
 
 
 def address_number(address):
-    """Return an address as a number. Those of IPv6 are above those of IPv4. This takes a third of
-    the time of ipaddress."""
+    """Return an IP address as a number. For IPv4 this takes a third of the time of ipaddress."""
     if ":" in address:
         return IPV6_NUMBERS | int(parse_ipv6(address))
     a, b, c, d = address.split(".")
@@ -1170,13 +1215,15 @@ def address_number(address):
 
 
 class Networks:
-    """A set of networks, each with a label.
+    """A set of IP networks, each with a label.
 
-    Finding the network of an address takes one look-up for each length of prefix, however many
-    networks there are: tens of thousands of unknown addresses come each second."""
+    To find the network of an address takes one look-up for each length of prefix, and does not
+    depend on the number of networks. In a flood it is done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """`labels`: texts by network; a network without one has ""."""
+        """Take the networks of the module ipaddress, and a dict with the labels of some of them.
+
+        The label of any other network is ""."""
         if labels is None:
             labels = {}
         labels_by_bits = collections.defaultdict(dict)
@@ -1184,13 +1231,14 @@ class Networks:
             host_bits = network.max_prefixlen - network.prefixlen
             number = address_number(str(network.network_address))
             labels_by_bits[host_bits][number >> host_bits] = labels.get(network, "")
-        # The label of each prefix, by the number of bits behind it; the smallest network comes
-        # first, and counts
+        # Pairs of a number of host bits, and the labels by the other bits of the network's address.
+        # The smallest networks come first
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that has the address with this number; None if
-        no network has it."""
+        """Return the label of the smallest network that contains an address.
+
+        The address is given as its address_number(). Return None if no network contains it."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1198,24 +1246,28 @@ class Networks:
         return None
 
     def __contains__(self, address):
+        """Does a network of the set contain this address?"""
         return self.find(address_number(address)) is not None
 
     def __bool__(self):
+        """Is there any network in the set?"""
         return bool(self.by_host_bits)
 
 
-# A server in one of these networks may say that it has another address
+# A game server in one of these networks may announce another address than its own
 LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
 
-# Sources: the senders that limits count
+# Sources, which are the senders that limits tell apart
 
 def source_key(address):
-    """Return the source of an address, which limits count: the address itself for IPv4, and the
-    network /64 for IPv6, because one host can have all its addresses."""
+    """Return the source to which limits count an address, as text.
+
+    It is the address itself for IPv4. For IPv6 it is the network /64, because one host can have all
+    the addresses in it."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1223,8 +1275,9 @@ def source_key(address):
 
 
 def source_keys(address):
-    """Return the keys under which servers of an address are counted: its source, and for IPv6 its
-    network /48 as well."""
+    """Return the keys under which the servers at an address are counted.
+
+    They are its source and, for IPv6, its network /48 too."""
     source = source_key(address)
     if ":" not in source:
         return (source,)
@@ -1233,8 +1286,9 @@ def source_keys(address):
 
 
 def source_limits(address, limit):
-    """Return (key, limit) for each key under which servers of an address are counted. `limit` is
-    for one source; anybody can have an IPv6 /48, so it has as much as SITE_SOURCES sources."""
+    """Return pairs of a key of source_keys() and the limit that holds for it.
+
+    `limit` holds for one source. An IPv6 /48 may have SITE_SOURCES times as many servers."""
     if ":" not in address:
         return ((address, limit),)
     source, *site = source_keys(address)
@@ -1252,33 +1306,35 @@ def ipv6_network(parsed, prefix_bits):
 
 
 class Cookie:
-    """Makes keyed MACs that are valid for a time.
+    """Makes message authentication codes (MACs) that are valid for a limited time.
 
-    A sender that returns a valid one has received it, so nothing has to be kept in memory between
-    the two packets of a handshake. The time is divided into windows; a MAC is valid in its window
-    and the next."""
+    A sender that returns a valid MAC has received it, and so does not forge its address. Nothing
+    has to be remembered between the two packets of a handshake. The time is divided into windows.
+    A MAC is valid in the window in which it was made, and in the next one."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        """`key`: 16 secret bytes; `size`: bytes of a MAC."""
+        """Take a secret key of 16 bytes, the bytes of a MAC, and the seconds of a window."""
         self.key = key
         self.size = size
         self.window_s = window_s
         self.begin_window(0.0)
 
     def begin_window(self, now):
-        """Begin the window that has the time `now`."""
+        """Prepare the hash objects of the window that contains the time `now`, and the one before.
+        """
         window = int(now // self.window_s)
         self.window_ends = (window + 1.0) * self.window_s
         self.previous = self.keyed_hash(window - 1)
         self.current = self.keyed_hash(window)
 
     def keyed_hash(self, window):
-        """Return a hash object for the MACs of a window. BLAKE2's own keyed mode would pad the key
-        to a block, and hash a second block for each MAC."""
+        """Return a hash object that has read the key and the number of a window.
+
+        BLAKE2's own keyed mode would pad the key to a whole block, and so take longer."""
         return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
 
     def make(self, message, now):
-        """Return the MAC of a message, as bytes."""
+        """Return the MAC of a message, made in the window of the time `now`, as bytes."""
         if now >= self.window_ends:
             self.begin_window(now)
         mac = self.current.copy()
@@ -1294,8 +1350,9 @@ class Cookie:
         return mac == older.digest()
 
 
-# The verdicts about an address. The first two stand in a limiter's table in place of the time at
-# which a bucket is full, so that no second look-up is needed: BLOCKED is never full, EXEMPT always.
+# The verdicts about an address. In a limiter's table the first two replace the time at which a
+# bucket is full, so that one look-up finds both: a blocked source's bucket is never full, an exempt
+# source's always
 EXEMPT, BLOCKED = -math.inf, math.inf
 NO_VERDICT = 0.0
 
@@ -1303,32 +1360,38 @@ NO_VERDICT = 0.0
 class Limiter:
     """Token buckets by source, in a bounded table.
 
-    A bucket is one number: the time at which it will be full again (the "generic cell rate
-    algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
-    the source that was used longest ago."""
+    A bucket is stored as one number, the time at which it will be full again (the "generic cell
+    rate algorithm"). A source that is not in the table has a full bucket. So a full table does not
+    refuse anybody: it forgets the source that was seen longest ago."""
 
     def __init__(self, rate, verdict=None):
-        """`rate`: (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED or
-        NO_VERDICT; it is called when an address is first seen. None: there are no verdicts."""
+        """Begin with full buckets. `rate` is (tokens a second, tokens at once).
+
+        `verdict(address)` returns EXEMPT, BLOCKED or NO_VERDICT. It is called when an address is
+        seen for the first time. By default no address has a verdict."""
         self.verdict = verdict or self.no_verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     @staticmethod
     def no_verdict(address):
-        """Return that there is no verdict about any address."""
+        """Return NO_VERDICT for every address."""
         return NO_VERDICT
 
     def set_rate(self, rate):
-        """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
+        """Change the rate, fill all buckets, and forget all verdicts.
+
+        `rate` is (tokens a second, tokens at once). A token is stored as the time that it takes to
+        fill in again."""
         per_second, at_once = rate
         self.cost_s = 1.0 / per_second
-        # The time in which an empty bucket fills; a bit more, so that rounding refuses no token
+        # The time that an empty bucket takes to become full, and a little more, so that a rounding
+        # error cannot refuse the last token
         self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
     def allow(self, address, now, tokens=1.0):
-        """May this source have this many tokens? If so, they are taken from its bucket."""
+        """Take tokens from the bucket of an address. Return False if it has too few."""
         table = self.table
         key = address
         full_at = table.get(key)
@@ -1345,11 +1408,10 @@ class Limiter:
         return True
 
     def insert(self, address):
-        """Put an address with its verdict into the table or, if there is no verdict about it, its
-        source with a full bucket. Return the key in the table.
+        """Add an address to the table, and return its key there.
 
-        A verdict holds for one address, because a blocked network may be smaller than a source,
-        which is an IPv6 /64."""
+        If there is a verdict about the address, the key is the address itself, because a blocked
+        network may be smaller than an IPv6 source. Otherwise the key is its source."""
         verdict = self.verdict(address)
         key = address
         is_ipv6 = ":" in address
@@ -1364,7 +1426,7 @@ class Limiter:
         return key
 
     def is_nearly_empty(self, address, now):
-        """Has this source next to no tokens left? None is taken."""
+        """Has the source of this address fewer than two tokens left?"""
         full_at = self.table.get(source_key(address), 0.0)
         return full_at - now > self.depth_s - 2 * self.cost_s
 
@@ -1372,16 +1434,18 @@ class Limiter:
 # ================================================================================================
 # 5  Registry
 #
-# The listed servers of all games, the rules that the operator has set for them, and what became of
-# the last packets from each source. It knows nothing of protocols, sockets or disks. All times are
-# readings of the monotonic clock, passed in by the caller.
+# The listed servers of all games, the operator's rules for them, and the outcomes of the last
+# packets from each source. It knows nothing of protocols, sockets or disks. All times are readings
+# of the monotonic clock, passed in by the caller.
 # ================================================================================================
 
 class Refused(Exception):
-    """A server that may not be listed. The text gives the reason; `outcome` is a key of OUTCOMES
-    (section 9)."""
+    """Raised for a server that may not be listed. The text gives the reason.
+
+    `outcome` is a key of OUTCOMES (section 9)."""
 
     def __init__(self, outcome, reason):
+        """Take a key of OUTCOMES, and the reason in words."""
         super().__init__(reason)
         self.outcome = outcome
 
@@ -1389,20 +1453,21 @@ class Refused(Exception):
 class Rules:
     """The operator's decisions about addresses: public addresses, bans, marks and limits.
 
-    All protocols share the limiters. Packets by UDP may have a forged source, so they have
-    limiters of their own: a flood with somebody's address takes nothing from what he does by TCP.
+    All protocols share the limiters. UDP packets may have a forged source, so UDP and TCP have
+    different limiters: a flood of UDP packets with a forged source does not limit what the real
+    owner of that address does by TCP.
 
     datagram_limiter        datagrams
     message_limiter         messages within a TCP connection
     connection_limiter      new TCP connections
-    udp_request_limiter     requests by UDP that cost more than a look-up, or get an answer that is
-                            longer than themselves
-    request_limiter         the same by TCP
-    answer_limiter          answers to the poller; it only turns away blocked addresses
-    surplus_limiter         bytes that unproven sources get beyond what they sent, by use"""
+    udp_request_limiter     UDP requests that are costly, or whose answer is longer than they are
+    request_limiter         requests by TCP
+    answer_limiter          answers to the poller; only blocked addresses are refused
+    surplus_limiter         bytes that unproven sources get beyond those that they have sent; its
+                            buckets are those of the uses that allow_surplus() names"""
 
     def __init__(self, settings):
-        """Create the limiters, and read the settings, a Settings object."""
+        """Create the limiters, and set their rates and all rules from Settings."""
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -1413,7 +1478,9 @@ class Rules:
         self.read(settings)
 
     def read(self, settings):
-        """Take these settings. Every bucket is full again, because verdicts may have changed."""
+        """Set all rules from Settings, at the start and after a reload.
+
+        All buckets of the limiters are full afterwards, because their verdicts may have changed."""
         self.public_address = settings["server.public_address"]
         self.address_map = settings["address_map"]
         self.official = settings["official"]
@@ -1421,7 +1488,8 @@ class Rules:
         self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
-        # Only the operator sees the reason for a block, so blocked networks have none here
+        # Blocked networks are banned too, but without a reason, because only the operator may see
+        # the reason of a block
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
         self.max_servers = settings["limits.servers"]
@@ -1435,8 +1503,11 @@ class Rules:
         _, self.requests_at_once = settings["limits.requests"]
 
     def listed_address(self, source, claimed=""):
-        """Return the address at which players find a server that sends from `source` and says that
-        it is at `claimed` ("" if it says nothing)."""
+        """Return the address at which a server is listed.
+
+        `source` is the address that it sends from, `claimed` the address that it has announced, or
+        "". The setting address_map may replace the source, and so may public_address, for servers
+        on the master's own machine."""
         if claimed and self.believes_claim(source, claimed):
             return canonical_address(claimed)
         if source in self.address_map:
@@ -1446,14 +1517,15 @@ class Rules:
         return source
 
     def believes_claim(self, source, claimed):
-        """May a server at this source say that it has another address? Only a server on a local
-        network may, and it may not name a loopback address."""
+        """May a server at this source announce that it has another address?
+
+        Only a server on a local network may, and the claimed address may not be a loopback one."""
         if source not in LOCAL_NETWORKS or not is_unicast(claimed):
             return False
         return not is_loopback(canonical_address(claimed))
 
     def verdict(self, address):
-        """Return BLOCKED, EXEMPT or NO_VERDICT for the limiters."""
+        """Return the verdict about an address: BLOCKED, EXEMPT or NO_VERDICT."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
@@ -1463,31 +1535,32 @@ class Rules:
 
     def exempts(self, address):
         """Is this address free of all limits by source?"""
-        # The limiter's table knows most addresses, and costs less than a verdict
+        # Most addresses are in the limiter's table, and a look-up there costs less than verdict()
         full_at = self.datagram_limiter.table.get(address)
         return (full_at or self.verdict(address)) == EXEMPT
 
     def allow_surplus(self, use, address, size, now):
-        """May a source that has proven nothing get `size` bytes more than it sent?
+        """May a source that has not proven its address get `size` bytes more than it has sent?
 
-        All such sources share one bucket, because a limit by source does not bind those who forge
-        sources. Each `use` has a bucket of its own, so that a flood of pings keeps nobody from the
-        list."""
+        All such sources share one bucket, because a limit by source would not stop somebody who
+        forges sources. Each `use` has a bucket of its own, so that a flood of pings, for example,
+        cannot use up the bytes for lists."""
         if size <= 0 or self.exempts(address):
             return True
         return self.surplus_limiter.allow(use, now, size)
 
     def surplus_is_spent(self, use, address, now):
-        """Would allow_surplus() refuse this source even a few bytes?"""
+        """Is the bucket of allow_surplus() so empty that even a few bytes would be refused?"""
         return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
 
     def request_tokens(self, tokens):
-        """Return how many tokens a request takes that costs this many: half of a full bucket at
-        most, so that even the smallest bucket lets it through now and then."""
+        """Return the tokens that a client pays for a costly request: at most half a full bucket.
+
+        Without that limit a small bucket would never have enough for it."""
         return min(tokens, self.requests_at_once / 2)
 
     def ban_reason(self, *addresses):
-        """Return why one of these addresses may not announce servers; "" if all may."""
+        """Return the reason why one of these addresses is banned, or "" if none of them is."""
         if not self.bans:
             return ""
         for address in set(addresses):
@@ -1499,7 +1572,8 @@ class Rules:
     def check_source_limit(self, counts, source, participle):
         """Raise Refused if this source has as many servers as it may have.
 
-        `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
+        `counts` has the number of servers by the keys of source_keys(). `participle`, "listed" or
+        "queried", says in the reason what is counted."""
         for key, limit in source_limits(source, self.max_servers_per_source):
             if counts.get(key, 0) < limit or self.exempts(source):
                 continue
@@ -1509,21 +1583,22 @@ class Rules:
                           % (limit, unit, participle))
 
     def operator_marks(self, endpoint):
-        """Return whether the operator marks the server at this (address, port) as official, and
-        its priority."""
+        """Return the operator's marks for the server at an (address, port).
+
+        They are whether it is official, and its priority, which is 0 by default."""
         return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
 
-# How a server can be known to be there
+# The ways in which a master can verify that a server is there
 VERIFICATIONS = "handshake", "query", "connection", "self-reported"
 NO_DETAILS = {}
 
 
 class Server:
-    """One listed server. Its identity is (game, address, port). The other attributes are what it
-    said last, and what this master knows about it.
+    """One listed server. Its identity is (game, address, port). The other attributes have the
+    values that it announced last, and what this master knows about it.
 
-    source       the address that its packets come from; behind a router not the same as `address`
+    source       the address that its packets come from; behind a router it differs from `address`
     first_seen, last_seen   seconds of the monotonic clock
     lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
                  decide when it leaves
@@ -1535,7 +1610,7 @@ class Server:
     confirmed    it was heard since this program started
     pinned       the ini names it, so it stays listed even if it does not answer
     official, priority      the operator's marks
-    details      further texts by name; its page shows them, except UNSHOWN_DETAILS (section 8)
+    details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     flavor       Hyperbol's: 0 is unofficial
     luanti_announcement     what a Luanti server has announced, as Luanti's list has it
     aio_published_name      the name that an AIO server has published, with its counter of players
@@ -1595,12 +1670,15 @@ class Server:
 
     @property
     def key(self) -> Key:
+        """The identity of the server."""
         return self.game, self.address, self.port
 
 
 def ranking(server):
-    """Return the sort key of every list: the operator's priority, official servers, players, name,
-    identity."""
+    """Return the sort key of a server, which is cached until the server changes.
+
+    Lists are sorted by the operator's priority, then official servers come first, then those with
+    more players, and then by name and identity."""
     if server.rank is None:
         server.rank = (
             -server.priority,
@@ -1615,7 +1693,7 @@ def ranking(server):
 
 
 class Census(NamedTuple):
-    """How many servers of one game respond, and how many players are on them."""
+    """The numbers of servers of one game that respond, of players on them, and of those playing."""
 
     servers: int = 0
     players: int = 0
@@ -1623,7 +1701,9 @@ class Census(NamedTuple):
 
 
 def census_of(servers):
-    """Return a Census for each game of these servers."""
+    """Return the Census of each game of these servers, by game.
+
+    If a server does not say how many of its players are playing, all of them count."""
     totals = {}
     for server in servers:
         if not server.responding:
@@ -1646,9 +1726,9 @@ class PacketOutcome(NamedTuple):
 class PacketOutcomes:
     """The outcomes of the last packets, by source, protocol and announced port.
 
-    A source has OUTCOMES_PER_SOURCE entries at most, and all have OUTCOMES_KEPT; the entries of
-    the source that was silent for longest make room. In one second OUTCOMES_PER_S are added at
-    most."""
+    At most OUTCOMES_PER_SOURCE are kept of one source, and OUTCOMES_KEPT of all. If there are more,
+    those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S are
+    added in a second."""
 
     def __init__(self):
         """Begin without any outcomes."""
@@ -1659,8 +1739,10 @@ class PacketOutcomes:
         self.this_second = 0            # the number of outcomes added in it
 
     def add(self, packet, outcome, now, detail):
-        """Remember an outcome. `packet`: its (source, protocol, announced port)."""
-        if not self.has_time_for_one(now):
+        """Remember the outcome of a packet, unless there were too many in this second.
+
+        `packet` is (source, protocol, announced port)."""
+        if not self.has_room_in_this_second(now):
             return
         source, _, _ = packet
         shared_key = source_key(source)
@@ -1677,8 +1759,8 @@ class PacketOutcomes:
             _, oldest = self.by_source.popitem(last=False)
             self.total -= len(oldest)
 
-    def has_time_for_one(self, now):
-        """May another outcome be added in this second? It is counted."""
+    def has_room_in_this_second(self, now):
+        """Count another outcome for this second. Return False if there are too many."""
         if now >= self.second_ends:
             self.second_ends = now + 1.0
             self.this_second = 0
@@ -1688,19 +1770,20 @@ class PacketOutcomes:
         return True
 
     def get(self, source, protocol, port):
-        """Return the last PacketOutcome, or None."""
+        """Return the last PacketOutcome of this source, protocol and port, or None."""
         return self.by_source.get(source_key(source), {}).get((source, protocol, port))
 
     def __iter__(self):
-        """Yield (source, protocol, port, PacketOutcome). Sources that were silent for longest come
-        first."""
+        """Yield (source, protocol, port, PacketOutcome) for each packet.
+
+        The source that has been silent for longest comes first."""
         for outcomes in self.by_source.values():
             for (source, protocol, port), record in outcomes.items():
                 yield source, protocol, port, record
 
 
 class Subscription(NamedTuple):
-    """A function that is called on changes of listed servers."""
+    """A function that the registry calls when listed servers change."""
 
     call: Callable[[str, Server], Any]
     game: str                           # "" for every game
@@ -1709,44 +1792,43 @@ class Subscription(NamedTuple):
 
 
 class Registry:
-    """The listed servers by identity, with their expiry, and a generation number that grows when a
-    list changes.
+    """The listed servers by identity, and a generation number that grows with each change.
 
-    A server is an own one if this master has heard it. Servers that only other masters have heard
-    are in all lists too, but no protocol deals with them: only Cluster lists, changes and removes
-    them."""
+    A server that this master has heard is one of its own. Servers that only other masters have
+    heard are listed too, but protocols do not deal with them: only Cluster adds, changes and
+    removes them."""
 
     master = ""                         # this master's name among several
 
     def __init__(self, rules):
-        """Begin with an empty list. `rules`: a Rules object."""
+        """Begin with an empty list, to which the Rules apply."""
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
-        # The titles of games that only their servers name, and the source of the server that has
-        # brought the game. Both are dropped with the game's last server
+        # The titles of games that the program does not know, as their servers give them, and the
+        # source of the server that gave each title. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        # How many servers this master has heard from each of the source_keys()
+        # The number of this master's servers by the keys of source_keys()
         self.sources = collections.defaultdict(int)
         self.total = 0
         self.generation = 0
         self.subscriptions = []
         self.altered = set()                # keys of this master's servers that are to be saved
-        # Before this time nothing could be received, so a server's silence before it is not held
-        # against the server
+        # Nothing could be received before this time, so the silence of a server before it does not
+        # count
         self.silence_counts_from = -math.inf
-        # The shortcut of the hot path: a packet with this fingerprint comes from this server and
-        # says nothing new about it. changed() ends the shortcut, whatever has changed the server:
-        # another master, the operator, or the server itself
+        # The servers by the fingerprints of packets that only repeat what is known. One look-up
+        # recognizes such a packet, and it need not be parsed. A server's fingerprint is forgotten
+        # when anything about the server changes
         self.by_fingerprint = {}
         self.outcomes = PacketOutcomes()
         self.census_cache = RenderedList(self, "", census_of)
 
     def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
-        """Have `call(event, server)` called on these events.
+        """Call `call(event, server)` on each of these events from now on.
 
-        `game`: only for servers of this game, "" for all; `every_master`: also for servers that
-        other masters have heard, and not only for our own."""
+        `game` limits the calls to servers of one game; "" means all games. Servers of other masters
+        are included only if `every_master` is true."""
         self.subscriptions.append(Subscription(call, game, events, every_master))
 
     def get(self, game, address, port):
@@ -1766,22 +1848,24 @@ class Registry:
         return servers
 
     def census(self, now):
-        """Return a Census by game, at most RENDER_S old."""
+        """Return the Census of each game, by game. It may be RENDER_S old."""
         return self.census_cache.get(now)
 
     def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
                         fields: Mapping[str, Any], pinned: bool = False) -> Server:
-        """List a server, or refresh it, and return it. Raise Refused if the rules or a limit forbid
-        it.
+        """List a server or, if this master has listed it already, refresh it. Return the Server.
 
-        `fields`: the attributes of Server that it has told."""
+        `source` is the address that its packet came from, `lifetime` the seconds that it stays
+        listed, and `fields` has the attributes of Server that it has announced. `pinned` says that
+        the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
         if is_new:
             self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:
-                # It becomes our own server; for subscribers it never left the list
+                # The other master's server is replaced by our own. Subscribers are not told that it
+                # was gone, because players saw it all the time
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -1799,8 +1883,8 @@ class Registry:
     def check_admission(self, key, source, name=None, pinned=False):
         """Raise Refused if a server that is not listed yet may not be listed.
 
-        `name`: None if it is not known yet; `pinned`: the ini names the server, so limits do not
-        hold for it."""
+        `name` is None if the name is not known yet. Limits do not hold for a `pinned` server, which
+        the ini names."""
         game, address, port = key
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
@@ -1809,29 +1893,34 @@ class Registry:
         self.check_rules(source, address, port, name)
         if pinned:
             return
-        # Another master's server that announces itself here as well needs no further room
+        # A server that another master has listed takes no further room if it is listed here too
         if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
         self.rules.check_source_limit(self.sources, source, "listed")
 
     @staticmethod
     def can_be_listed(source, address):
-        """Does the address mean something to players? A source that has sent a packet has an
-        address, but 0.* and a link-local address mean nothing elsewhere."""
+        """Can players reach a server at this address?
+
+        An address from which a packet came exists. But nobody else can reach one that begins with
+        0, or a link-local one with a scope."""
         if source.startswith("0.") or "%" in source:
             return False
         return address == source or is_unicast(address)
 
     def check_rules(self, source, address, port, name):
-        """Raise Refused if an address is banned or the name is refused."""
+        """Raise Refused if the source or the address is banned, or the name is refused.
+
+        `name` may be None or "", if it is not known."""
         ban_reason = self.rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
         self.check_name(name, address, port)
 
     def check_name(self, name, address="", port=0):
-        """Raise Refused if the name matches a refused pattern. The "address:port" that stands for a
-        missing name is always allowed."""
+        """Raise Refused if the name matches a pattern that the operator refuses.
+
+        The address and port of the server, which replace a missing name, are always allowed."""
         if not name or not self.rules.refuse_names:
             return
         if name == endpoint_text(address, port):
@@ -1841,7 +1930,7 @@ class Registry:
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
-        """List a server that was admitted, or restored from the disk or another master."""
+        """Add a server to the list. The caller has checked that it may be listed."""
         endpoint = server.address, server.port
         server.official, server.priority = self.rules.operator_marks(endpoint)
         self.games[server.game][endpoint] = server
@@ -1850,13 +1939,15 @@ class Registry:
         self.changed("listed", server)
 
     def confirm(self, server, now):
-        """Note that a server was heard and said nothing new."""
+        """Note that a server was heard at the time `now`, and that nothing about it has changed."""
         server.last_seen = now
         if not server.confirmed:
             self.update(server, {"confirmed": True})
 
     def update(self, server, fields):
-        """Set attributes of a server. Lists change only if one of them has another value."""
+        """Set attributes of a server, given by name.
+
+        If all of them have the same values as before, cached lists stay valid."""
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
@@ -1869,14 +1960,16 @@ class Registry:
             self.changed("changed", server)
 
     def remove_own(self, server):
-        """Remove a server that this master has heard. Do nothing for None, and for a server that
-        only another master has heard."""
+        """Remove a server from the list, if this master has heard it.
+
+        Do nothing if it is None, or if only another master has heard it."""
         if server is not None and not server.master:
             self.remove_any(server)
 
     def remove_any(self, server):
-        """Remove a server, whichever master has heard it. Do nothing if it has been removed
-        already."""
+        """Remove a server from the list, whichever master has heard it.
+
+        Do nothing if it is None, or has been removed already."""
         if server is None or self.get(*server.key) is not server:
             return
         self.detach(server)
@@ -1886,15 +1979,16 @@ class Registry:
         self.changed("gone", server)
 
     def detach(self, server):
-        """Take a server out of the tables without telling subscribers."""
+        """Remove a server from all tables, without a call to subscribers."""
         del self.games[server.game][server.address, server.port]
         self.count_source(server, -1)
         self.total -= 1
         self.forget_fingerprint(server)
 
     def count_source(self, server, difference):
-        """Add `difference` (1 or -1) to the number of servers that this master has heard from the
-        server's source."""
+        """Add `difference`, 1 or -1, to the number of this master's servers at the server's source.
+
+        Servers of other masters are not counted."""
         if server.master:
             return
         for key in source_keys(server.source):
@@ -1903,8 +1997,10 @@ class Registry:
                 del self.sources[key]
 
     def changed(self, event, server):
-        """Do what every change of a server requires: a new generation, an end of what was cached
-        for it, and the calls of subscribers. `event`: "listed", "changed" or "gone"."""
+        """Do what follows from every change of a server.
+
+        The generation grows, everything cached for the server is dropped, the server is marked for
+        the disk, and subscribers are called. `event` is "listed", "changed" or "gone"."""
         if event != "gone":
             self.clamp_players(server)
         self.generation += 1
@@ -1919,26 +2015,25 @@ class Registry:
 
     @staticmethod
     def clamp_players(server):
-        """Bound the players: no list shows more of them than the server has room for."""
+        """Limit the numbers of players to the maximum that the server has announced."""
         server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
         if server.playing is not None:
             server.playing = clamp(server.playing, server.players)
 
     def set_fingerprint(self, server, fingerprint):
-        """From now on, take a packet with this fingerprint as one that says nothing new about the
-        server."""
+        """Set the fingerprint of those packets that tell nothing new about the server."""
         self.forget_fingerprint(server)
         server.fingerprint = fingerprint
         self.by_fingerprint[fingerprint] = server
 
     def forget_fingerprint(self, server):
-        """Have the next packet of a server read in full."""
+        """Forget the fingerprint of a server, so that its next packet is parsed."""
         if server.fingerprint is not None:
             self.by_fingerprint.pop(server.fingerprint, None)
             server.fingerprint = None
 
     def forget_fingerprints(self):
-        """Have the next packet of every server read in full."""
+        """Forget all fingerprints, so that the next packet of every server is parsed."""
         for server in self.by_fingerprint.values():
             server.fingerprint = None
         self.by_fingerprint.clear()
@@ -1952,8 +2047,8 @@ class Registry:
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
 
-        Servers leave that are banned now, whose game is no longer served, or that have another
-        public address now. Those that may come back are listed again at their next
+        A server leaves the list if it is banned now, if its game is not served any more, or if it
+        has another public address now. A server that is not banned is listed again at its next
         announcement."""
         old_rules = copy.copy(self.rules)
         self.rules.read(settings)
@@ -1966,7 +2061,7 @@ class Registry:
                 self.update(server, {"official": official, "priority": priority})
 
     def must_leave(self, server, old_rules):
-        """Do the present rules end the listing of a server that was listed under the old rules?"""
+        """Must a server that the old rules have admitted leave under the present rules?"""
         rules = self.rules
         if server.game in old_rules.games and server.game not in rules.games:
             return True
@@ -1981,9 +2076,10 @@ class Registry:
         return False
 
     def expire(self, now):
-        """Remove every server of this master that was silent for its lifetime. This is called once
-        a second."""
-        # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
+        """Remove every server of this master that has been silent for its lifetime.
+
+        This is called once a second. To look at 50,000 servers takes 5 ms, which is less than it
+        would take to keep them sorted while they announce themselves."""
         expired = []
         for table in self.games.values():
             for server in table.values():
@@ -1994,33 +2090,39 @@ class Registry:
                 self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
-        """Has this source, last heard at `heard_at`, been silent for `seconds`, and does that prove
-        anything?"""
+        """Has a source been silent for so long that its server has probably gone?
+
+        It was last heard at `heard_at`. `seconds` of silence are needed, and more if packets of the
+        source may have been lost."""
         if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
         if now >= heard_at + FLOODED_LIFETIMES * seconds:
             return True
-        # A flood with its address keeps the source's own packets out, so silence proves little
+        # If a flood uses the source's address, the limiter drops the source's own packets too
         return not self.rules.datagram_limiter.is_nearly_empty(source, now)
 
     def forget_entries(self):
-        """Forget all rendered entries: something that they depend on has changed, though no server
-        has."""
+        """Drop the cached entries of all servers.
+
+        They depend on something that has changed, such as the titles of games, although no server
+        has changed."""
         self.generation += 1
         for server in self.servers():
             server.entry_cache = None
 
     def record_outcome(self, source, protocol, port, outcome, now, detail=""):
-        """Remember what became of a packet, for the operator of that game server.
+        """Remember the outcome of a packet for the page /check.
 
-        `port`: the announced one, 0 if it could not be read; `outcome`: a key of OUTCOMES
-        (section 9)."""
+        `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
+        (section 9), `detail` the reason in words."""
         self.outcomes.add((source, protocol, port), outcome, now, detail)
 
 
 def cached_entries(servers, list_name, render):
-    """Return each server's entry in a list. `render(server)` renders it if the server has changed
-    since the last time."""
+    """Return the entries of these servers in the list of this name, in the same order.
+
+    `render(server)` returns an entry. It is called only if the server has changed since its entry
+    was last rendered."""
     entries = []
     for server in servers:
         cache = server.entry_cache
@@ -2034,14 +2136,15 @@ def cached_entries(servers, list_name, render):
 
 
 class RenderedList:
-    """Caches `render(servers)` for the servers of one game, or of all ("").
+    """A list that is rendered rarely and served often.
 
-    It is rendered again after a change, but not before RENDER_S have passed, or less for a short
-    list, so that rendering takes a tenth of the time at most."""
+    It is rendered again after a change, but at most once in RENDER_S, or more often if it is short.
+    So rendering never takes more than a tenth of the time."""
 
     def __init__(self, registry, game, render):
-        """`registry`: where the servers are; `game`: an id, or "" for all games; `render(servers)`:
-        returns the rendered list. Nothing is rendered before get() is called."""
+        """Prepare the list of a game, or of all games if `game` is "".
+
+        `render(servers)` returns the rendered list. It is not called before get() is."""
         self.registry = registry
         self.game = game
         self.render = render
@@ -2050,7 +2153,7 @@ class RenderedList:
         self.rendered = None
 
     def get(self, now):
-        """Return the list as rendered last, after rendering it if that is due."""
+        """Return the rendered list. Render it first if servers have changed and it is due."""
         registry = self.registry
         if registry.generation != self.generation and now >= self.due:
             servers = registry.servers(self.game)
