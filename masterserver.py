@@ -6073,16 +6073,16 @@ def parse_zone_entry(head, description):
 
 # CONNECT of the binary dialect, with id 0. It is also the greeting of the framed dialect
 AIO_CONNECTED = b"\1\0\0\0\0"
-# The text greeting goes out after this much silence, because clients of that dialect wait for it
+# The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
 # The share of all connections that listed servers may hold. The others are for players and
 # browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
-# A peer that publishes nothing may be silent for this long; clients send something every 270 s
+# A peer without a listed server may be silent for this long. Clients send something every 270 s
 AIO_IDLE_S = 330.0
-# A server that sends keepalives may pause for this long; they come every 20 to 40 s
+# The longest pause between two keepalives of a server. They come every 20 to 40 s
 AIO_KEEPALIVE_S = 120.0
-# The master waits this long for the newline behind `12#%`, which may come in a packet of its own
+# The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
 AIO_MESSAGE_BYTES = 8192            # the longest name and description take 2,600
 AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
@@ -6094,11 +6094,11 @@ AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
 
 
 class AioIntegerForm(NamedTuple):
-    """One of the forms in which the binary dialect writes an integer.
+    """One of the encodings of an integer in the binary dialect, for integers of `lowest` or more.
 
-    The form is for integers from `lowest` on. `lowest` is subtracted, and the difference is shifted
-    left by `tag_bits` to make room for the tag. The result is written in `size` bytes, the lowest
-    byte first, so that the first byte has the tag."""
+    To encode an integer, `lowest` is subtracted from it, the difference is shifted left by
+    `tag_bits`, and the tag is put into the free bits. The result is written in `size` bytes, the
+    lowest byte first, so that the first byte contains the tag."""
 
     size: int
     lowest: int
@@ -6106,8 +6106,8 @@ class AioIntegerForm(NamedTuple):
     tag: int
 
 
-# Each form begins after the highest integer of the form before it. So 27010 is written as 144801,
-# and 8080 as 427c
+# Each form begins after the highest integer of the one before. For example, 27010 is encoded as
+# 144801, and 8080 as 427c
 AIO_INTEGER_FORMS = (
     AioIntegerForm(1, 0, 1, 0b1),
     AioIntegerForm(2, 0x80, 2, 0b10),
@@ -6117,20 +6117,19 @@ AIO_INTEGER_FORMS = (
 
 
 def aio_integer(number):
-    """Return an integer from 0 on as bytes, in the form that the binary dialect has for it."""
-    for form in reversed(AIO_INTEGER_FORMS):
-        if form.lowest <= number:
-            break
+    """Encode an integer, 0 or more, as the binary dialect does, and return its bytes."""
+    forms = [form for form in AIO_INTEGER_FORMS if form.lowest <= number]
+    *_, form = forms                    # the last one that is low enough
     difference = number - form.lowest
     tagged = difference << form.tag_bits | form.tag
     return tagged.to_bytes(form.size, "little")
 
 
 def read_aio_integer(data):
-    """Read the integer at the beginning of these bytes; return its value and its size in bytes.
+    """Decode the integer at the beginning of some bytes. Return its value and its size in bytes.
 
-    If the bytes end within the integer, the returned size is larger than the number of bytes, and
-    the value is wrong."""
+    The caller must compare the size with the number of bytes: if there are fewer, the integer is
+    incomplete, and the value is wrong."""
     form = aio_integer_form(data[:1])
     tagged_bytes = data[:form.size]
     tagged = int.from_bytes(tagged_bytes, "little")
@@ -6139,25 +6138,26 @@ def read_aio_integer(data):
 
 
 def aio_integer_form(first_byte):
-    """Return the AioIntegerForm of an integer that begins with this byte (b"" counts as a 0).
+    """Return the AioIntegerForm of an integer that begins with this byte. b"" counts as a byte 00.
 
-    Every byte has the tag of one form in its lowest bits."""
+    Every byte has the tag of exactly one form in its lowest bits."""
     bits = int.from_bytes(first_byte, "little")
-    for form in AIO_INTEGER_FORMS:
+    *shorter_forms, longest_form = AIO_INTEGER_FORMS
+    for form in shorter_forms:
         mask = (1 << form.tag_bits) - 1
         if bits & mask == form.tag:
-            break
-    return form
+            return form
+    return longest_form
 
 
 def inflate(data, limit):
-    """Unpack one zlib stream and return its bytes.
+    """Decompress one zlib stream and return the result.
 
-    Raise Malformed if the stream is damaged, or if it has more than `limit` bytes unpacked. A
-    longer stream is not unpacked any further, so that it cannot fill the memory."""
+    Raise Malformed if the stream is damaged, or if the result would be longer than `limit` bytes. A
+    longer one is not decompressed to its end, so that it cannot fill the memory."""
     stream = zlib.decompressobj()
     try:
-        # With room for one byte more, zlib also sees the end of a stream of exactly `limit` bytes
+        # The additional byte lets zlib notice the end of a stream of exactly `limit` bytes
         unpacked = stream.decompress(data, limit + 1)
     except zlib.error as error:
         raise Malformed("zlib: %s" % error) from None
@@ -6177,11 +6177,11 @@ class AioInfo(NamedTuple):
 
 
 def aio_info(data: bytes) -> AioInfo:
-    """Read a game server's answer to the query `00`, and return it as an AioInfo.
+    """Parse a game server's answer to the query `00`, which is compressed with zlib.
 
-    The answer is packed with zlib. Unpacked it is
-    `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`. Raise Malformed if
-    it is not such an answer."""
+        00 name.string16 description.string16 players.u32 maximum.u32 version.u16
+
+    Raise Malformed if the data are not such an answer."""
     payload = inflate(data, AIO_ANSWER_BYTES)
     kind = payload[:1]
     if kind != b"\0":
@@ -6201,10 +6201,10 @@ def aio_info(data: bytes) -> AioInfo:
 
 
 def split_string16(data):
-    """Read the string16 at the beginning of these bytes; return its text and the bytes behind it.
+    """Split some bytes into the text of the string16 at their beginning, and the bytes after it.
 
-    A string16 is a length as u16 and then that many bytes. If the data end within the text, the
-    text is returned as far as it goes."""
+    A string16 is a length as u16 and then a text of that many bytes. If the data end too early, the
+    text is incomplete."""
     length, content = data[:2], data[2:]
     text_bytes = int.from_bytes(length, "little")
     text = content[:text_bytes]
@@ -6213,7 +6213,8 @@ def split_string16(data):
 
 
 def aio_string16(text):
-    """Return a text, given as bytes, as a string16: its length as u16, and the text."""
+    """Return a string16 with this text, which is given as bytes: its length as u16, and the text.
+    """
     length = struct.pack("<H", len(text))
     return length + text
 
@@ -6225,9 +6226,9 @@ AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"      # values of the byte `compre
 
 
 def aio_frame(payload):
-    """Return a payload as a frame, length.u24 compression.u8 payload.
+    """Return a frame with this payload: length.u24 compression.u8 payload.
 
-    A payload that does not fit one packet is compressed."""
+    A payload that does not fit into one packet is compressed."""
     compression = AIO_FRAME_PLAIN
     if len(payload) > AIO_ZLIB_BYTES:
         compression = AIO_FRAME_ZLIB
@@ -6237,10 +6238,10 @@ def aio_frame(payload):
 
 
 def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
-    """Return the unpacked payload of the first frame, and the bytes behind that frame.
+    """Return the decompressed payload of the first frame, and the bytes after that frame.
 
-    Return None if the frame is not complete yet. Raise Malformed if the payload, packed or
-    unpacked, has more than `max_bytes`, or if it cannot be unpacked."""
+    Return None if the frame is not complete yet. Raise Malformed if the payload, compressed or not,
+    is longer than `max_bytes`, or if it cannot be decompressed."""
     if len(data) < AIO_FRAME_HEAD_BYTES:
         return None
     length_field = data[:AIO_FRAME_LENGTH_BYTES]
@@ -6259,20 +6260,20 @@ def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
 
 
 def aio_escape(text):
-    """Return a text without `#` and `%`, which end fields and messages of the text dialect."""
+    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
     without_hashes = text.replace("#", "<num>")
     return without_hashes.replace("%", "<percent>")
 
 
 def aio_unescape_bytes(field):
-    """Undo aio_escape() in a field of a message, given as bytes, and return it as bytes."""
+    """Undo aio_escape() in a field of a message. The field and the result are bytes."""
     with_hashes = field.replace(b"<num>", b"#")
     return with_hashes.replace(b"<percent>", b"%")
 
 
-# Each list is rendered as bytes. The two forms of the text dialect share the entries of servers
+# The lists. The two forms of the text dialect share the entries of servers
 
-# The document shows this server in a list without servers
+# The only entry of a list without servers, as in the document
 AIO_NOBODY = Server(
     "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
     name="No servers currently online :pepe:",
@@ -6282,7 +6283,7 @@ AIO_NOBODY = Server(
 def aio_text_entry(server):
     """Return a server's entry in the text lists, NAME#DESC#IP#PORT#, as bytes."""
     name = server.aio_published_name or server.name
-    # Clients undo no escapes in names, so full-width characters stand for `#` and `%`
+    # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
     name = name.replace("#", "\uff03")
     name = name.replace("%", "\uff05")
     fields = (
@@ -6296,7 +6297,7 @@ def aio_text_entry(server):
 
 
 def aio_text_list(servers):
-    """Return the list of these servers as the programs of 2018 to 2022 read it, as bytes."""
+    """Return the list of these servers, as bytes, for programs of the years 2018 to 2022."""
     listed = servers or [AIO_NOBODY]
     entries = cached_entries(listed, "aio text", aio_text_entry)
     content = b"".join(entries)
@@ -6304,9 +6305,9 @@ def aio_text_list(servers):
 
 
 def aio_document_list(servers):
-    """Return the list of these servers as the document has it, as bytes.
+    """Return the list of these servers, as bytes, in the format of the document.
 
-    It is the text list with a number before each entry."""
+    Unlike aio_text_list() it has a number before each entry."""
     listed = servers or [AIO_NOBODY]
     entries = cached_entries(listed, "aio text", aio_text_entry)
     numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
@@ -6356,14 +6357,14 @@ def aio_framed_list(servers):
     return aio_frame(AIO_LIST + count + content)
 
 
-# The first field of a message of the text dialect tells its kind
+# The kinds of messages of the text dialect. The kind is the first field of a message
 AIO_TEXT_LIST, AIO_TEXT_PUBLISH, AIO_TEXT_NEWS = b"12", b"13", b"NEWS"
 AIO_TEXT_SET_IP, AIO_TEXT_KEEPALIVE = b"SET_IP", b"KEEPALIVE"
 AIO_TEXT_END = b"#%"
 
 
-# Each dialect has a function that takes one message from the session's buffer and returns the
-# answer, b"" for none. It returns None if the message is not complete yet
+# Each dialect has a function that removes one message from the session's buffer and returns the
+# answer, which may be b"". It returns None if the message is not complete yet
 
 
 def answer_aio_text(session, now):
@@ -6379,11 +6380,12 @@ def answer_aio_text(session, now):
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
-    The document's examples are answered as well if somebody types them as they are printed there.
-    The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
-    Texts of servers have a `%` in them, so a message ends at `#%`.
+    The examples in the document are answered too, as they are printed there. The `%` before every
+    reply ends what the peer takes for its first message, the five bytes of CONNECT. The texts of
+    servers may contain a `%`, so a message ends only at `#%`.
 
-    Return the answer, b"" for none, or None if the message is not complete yet. Raise Malformed."""
+    Return the answer, which may be b"", or None if the message is not complete yet. Raise Malformed
+    if a publish has the wrong fields, or if the message contains a line break."""
     session.buffer = session.buffer.lstrip(b"\r\n")
     message, end, following = session.buffer.partition(AIO_TEXT_END)
     if not end:
@@ -6402,19 +6404,19 @@ def answer_aio_text(session, now):
     if kind == AIO_TEXT_KEEPALIVE:
         session.on_keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
-    # This may be an HTTP request, because a web page can have a browser send any body it likes
+    # A line break may mean an HTTP request: a web page can let a browser send any body it likes
     if b"\n" in kind:
         raise Malformed("a line break within a message")
-    # The other messages of these programs are meant for game servers
+    # These programs send further messages, which are meant for game servers
     return b""
 
 
 def answer_aio_text_list(session, following, now):
-    r"""Answer the request `12#%`; `following` has the bytes behind it in the session's buffer.
+    r"""Answer the request `12#%`. `following` has the bytes after it in the session's buffer.
 
-    Only the newline tells the programs of 2018 to 2022, which send `12#%\n`, from those of the
-    document. Return None if the newline may still come. Raise Malformed if the peer asks too
-    often."""
+    Programs of the years 2018 to 2022 send `12#%\n`. Those of the document send no newline, and
+    need a list in another format. Return None if a newline may still come. Raise Malformed if the
+    peer asks too often."""
     may_still_come = now < session.message_started_at + AIO_NEWLINE_S
     if not following and may_still_come:
         return None
@@ -6429,11 +6431,11 @@ AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), 
 
 
 def publish_aio_text(session, fields, now):
-    """List a server that publishes in the text dialect, and return the answer.
+    """List a server that publishes itself in the text dialect, and return the answer.
 
-    `fields` has what follows `13#`: name, description and port, all as bytes. In messages of the
-    document the server's address stands before the port. Raise Malformed for other fields. Return
-    b"" for a server that is refused, because this dialect has no message that says so."""
+    `fields` has the fields after `13#`, as bytes: name, description and port, or in messages of the
+    document name, description, address and port. Raise Malformed for other fields. Return b"" if
+    the server is refused, because this dialect has no message for a refusal."""
     if len(fields) == 3:
         name, description, port = fields
         address = b""
@@ -6463,8 +6465,9 @@ def answer_aio_binary(session, now):
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
 
-    A string ends with a NUL. A port is written as AioIntegerForm describes. Return the answer, b""
-    for none, or None if the message is not complete yet. Raise Malformed."""
+    Each string ends with a NUL. A port is encoded as AioIntegerForm describes. Return the answer,
+    which may be b"", or None if the message is not complete yet. Raise Malformed if it has another
+    type."""
     kind = session.buffer[:1]
     content = session.buffer[1:]
     if kind == AIO_ASK_FOR_SERVERS:
@@ -6476,10 +6479,10 @@ def answer_aio_binary(session, now):
 
 
 def publish_aio_binary(session, content, now):
-    """List a server that publishes in the binary dialect.
+    """List a server that publishes itself in the binary dialect.
 
-    `content` has what follows the type in the session's buffer. Return b"", because a publish has
-    no answer in this dialect, or None if the message is not complete yet."""
+    `content` has the bytes after the message's type in the session's buffer. Return b"", because
+    a publish is not answered in this dialect, or None if the message is not complete yet."""
     fields = content.split(b"\0", 3)
     if len(fields) < 4:
         return None
@@ -6508,9 +6511,10 @@ def answer_aio_framed(session, now):
         > 01000000 01                   news
         < … 01 text.string16
 
-    Peers read a frame with one recv(4) and one recv(length). So a long frame is compressed, and
-    each frame is written by one call. Return the answer, or None if the message is not complete
-    yet. Raise Malformed."""
+    Peers read a frame by one recv(4) and one recv(length), and lose a frame that comes in two
+    pieces. So each frame is written by one call, and a long one is compressed. Return the answer,
+    or None if the message is not complete yet. Raise Malformed if it has another type, or if its
+    frame cannot be read."""
     unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
     if unframed is None:
         return None
@@ -6533,10 +6537,10 @@ def answer_aio_framed(session, now):
 
 
 def framed_aio_result(kind, reason):
-    """Return the frame that answers a publish or a keepalive; `kind` is the type of that message.
+    """Return the frame that answers a publish or a keepalive. `kind` is the type of that message.
 
-    The frame says that the request is done, or that it is refused if there is a reason for that
-    ("" if there is none)."""
+    If `reason` is "", the frame says that the request is done. Otherwise it says that the request
+    is refused for this reason."""
     if reason:
         text = aio_string16(reason.encode("utf-8"))
         return aio_frame(AIO_REFUSED + kind + text)
@@ -6544,26 +6548,28 @@ def framed_aio_result(kind, reason):
 
 
 def aio_dialect(first_byte):
-    """Return the function that answers the dialect of a peer, by the first byte that it sends.
+    """Choose the dialect of a peer by the first byte that it sends.
 
-    Raise Malformed if no dialect begins with this byte."""
+    Return the function that answers messages of that dialect. Raise Malformed if no dialect has
+    messages that begin with this byte."""
     if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
         return answer_aio_binary
     if first_byte.isalnum():
         return answer_aio_text
-    # A frame begins with its length: 3 for a publish, or 14 if the publish is compressed
+    # A frame begins with the lowest byte of its length. The messages that a peer can begin with
+    # have up to 14 bytes
     if first_byte < b" ":
         return answer_aio_framed
     raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
 
 
 class AioSession(Session):
-    """A connection of one peer, a game server or a client, in any dialect."""
+    """The connection of a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
-        """Begin a session; `aio` is the protocol, and `address` is the peer's.
+        """Begin the session of a peer that has connected from `address` at the time `now`.
 
-        `number` is the id in the text greeting. The peer has connected at `now`."""
+        `aio` is the Aio that all sessions share, `number` the peer's id in the text greeting."""
         self.aio = aio
         self.registry = aio.registry
         self.rules = aio.rules
@@ -6572,41 +6578,44 @@ class AioSession(Session):
         # The function that answers this peer's dialect; None before the peer's first byte
         self.dialect = None
         self.greet_at = now + AIO_GREETING_S
-        # The time at which the message in the buffer began; if the buffer is empty, the time of the
-        # last message, or of the connection if none has come
+        # The time at which the message in the buffer began to come. If the buffer is empty, it is
+        # the time of the last message, or of the connection
         self.message_started_at = now
         # The listed server that this connection keeps in the list, or None
         self.server = None
-        # The address that the game server says it has; "" if it says nothing
+        # The address that the game server claims to have, or ""
         self.claimed_address = ""
-        # The port and the attributes of Server that were published last; None before that
+        # The port and the attributes of Server that were published last. These are None before the
+        # first publish
         self.published_port = 0
         self.published_fields = None
-        # The time of the last keepalive; infinite for a peer that sends none
+        # The time of the last keepalive. It is infinite before the first one
         self.kept_alive_at = math.inf
 
     def opened(self, now):
-        """Return CONNECT: two dialects begin with it, and peers of the text dialect skip it."""
+        """Return CONNECT. Two dialects begin with it, and peers of the text dialect ignore it."""
         return AIO_CONNECTED
 
     def receive(self, data, now):
-        """Take these bytes from the peer, and return the answer to the first message that has one.
+        """Add bytes from the peer to the buffer, and return the first answer to the messages in it.
 
-        Return b"" if no message has an answer. Raise Malformed, after recording it for /check."""
+        Return b"" if no complete message has an answer. If a message is malformed, record that for
+        /check and raise Malformed."""
         if data and not self.buffer:
             self.message_started_at = now
         self.buffer += data
         try:
             return self.answer_messages(now)
         except Malformed as error:
-            self.record_outcome(0, "bad packet", now, str(error))
+            unknown_port = 0
+            self.record_outcome(unknown_port, "bad packet", now, str(error))
             raise
 
     def answer_messages(self, now):
-        """Take messages from the buffer up to the first that has an answer, and return the answer.
+        """Handle the messages in the buffer up to the first one with an answer. Return the answer.
 
-        Return b"" if no complete message has an answer. Raise Malformed, also for a message that
-        is too long and for too many messages."""
+        Return b"" if no complete message has an answer. Raise Malformed if a message is malformed
+        or too long, or if the peer has sent too many messages."""
         while self.buffer:
             if len(self.buffer) > AIO_MESSAGE_BYTES:
                 raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
@@ -6623,16 +6632,16 @@ class AioSession(Session):
         return b""
 
     def ended(self, now):
-        """Answer what the peer has sent before it ended its side of the connection.
+        """Answer the rest of the buffer, after the peer has ended its side of the connection.
 
-        A `12#%` in the buffer is answered at once, because no newline can follow any more."""
+        A `12#%` is answered at once, because a newline cannot follow it any more."""
         self.message_started_at -= AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Return a greeting or an answer that is due, and set `done` after too long a silence.
+        """Return the greeting or an answer if it is due. Set `done` after a long silence.
 
-        A server that this connection keeps listed is confirmed, because it is connected."""
+        A listed server of this connection is confirmed, because it is still connected."""
         is_greeting_due = self.dialect is None and now >= self.greet_at
         if is_greeting_due:
             self.greet_at = math.inf
@@ -6642,7 +6651,7 @@ class AioSession(Session):
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
             self.done = now - self.message_started_at >= AIO_IDLE_S
-        # A `12#%` in the buffer is answered once no newline has come in AIO_NEWLINE_S
+        # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def closed(self, now):
@@ -6652,20 +6661,19 @@ class AioSession(Session):
     # Requests in messages
 
     def fetch_list(self, render, now):
-        """Return the list of servers as bytes, as it was rendered last.
+        """Return the cached list of servers that `render` has rendered, such as aio_text_list().
 
-        `render` is the function that renders it, such as aio_text_list(). Raise Malformed if
-        this address has asked too often."""
+        Raise Malformed if this address has asked for lists too often."""
         if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
         rendered_list = self.aio.lists[render]
         return rendered_list.get(now)
 
     def set_claimed_address(self, claimed):
-        """Remember the address that the game server says it has, if it may say so.
+        """Remember the address that the game server claims to have, if the rules believe it.
 
-        `claimed` is a text as bytes, b"" for none. From the next publish or keepalive on, the
-        server is listed there."""
+        `claimed` is the address as bytes, or b"". The server is listed there from its next publish
+        or keepalive on."""
         text = claimed.decode("ascii", "replace")
         address = text.strip()
         if self.rules.believes_claim(self.address, address):
@@ -6677,10 +6685,10 @@ class AioSession(Session):
         return self.aio.game, address, port
 
     def on_keepalive(self, now):
-        """Remember that a keepalive has come, and publish again if the server is not listed.
+        """Note that a keepalive has come. Publish the server again if it is not listed any more.
 
-        It has left the list if its address has changed, if it was banned for a time, or if a newer
-        connection had published it and has ended."""
+        It leaves the list if its address changes, if it is banned for a time, or if a newer
+        connection has published it and has ended."""
         self.kept_alive_at = now
         if self.published_fields is None:
             return
@@ -6689,11 +6697,11 @@ class AioSession(Session):
             self.publish(self.published_port, self.published_fields, now)
 
     def publish_texts(self, name, description, port, now):
-        """List a server that publishes its name and description, both as bytes.
+        """List a server that publishes its name and description, both given as bytes.
 
-        ` [n/max]` at the end of a name is the player count. This game's lists have the name as it
-        was published, with the count. Return what publish() returns: "", or the reason for which
-        the server is refused."""
+        A name may end with the number of players, such as ` [3/16]`. This game's own lists show the
+        name with that number. Return "" if the server is listed, and otherwise the reason why it is
+        refused."""
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
         players = max_players = 0
@@ -6711,9 +6719,9 @@ class AioSession(Session):
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, or refresh it.
 
-        `fields` has attributes of Server. A server that this connection had listed elsewhere leaves
-        the list. Return "" if the server is listed, and otherwise the reason for which it is
-        refused."""
+        `fields` has attributes of Server. If this connection had listed a server at another address
+        or port, that server leaves the list. Return "" if the server is listed, and otherwise the
+        reason why it is refused."""
         key = self.listed_key(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
@@ -6744,9 +6752,10 @@ class AioSession(Session):
         return self.registry.list_or_refresh(key, self.address, now, lifetime, complete_fields)
 
     def name_in_list(self, key):
-        """Return the name of the listed server with this key, or its endpoint if it is not listed.
+        """Return the name to list for a server that does not publish one.
 
-        This is the name of a server that publishes none."""
+        It keeps the name that it has in the list. A server that is not listed yet is named by its
+        address and port."""
         server = self.registry.get(*key)
         if server:
             return server.name
@@ -6754,21 +6763,22 @@ class AioSession(Session):
         return endpoint_text(address, port)
 
     def take_over(self, server):
-        """Make this the connection that keeps the server in the list, in place of any other."""
+        """Let this connection, instead of any other, keep the server in the list."""
         self.aio.disown(server)
         self.aio.owners[server] = self
         self.server = server
         self.kept = True
         if self.dialect is answer_aio_framed:
-            # The query goes to the address that the connection comes from. A server that is listed
-            # at another address may be out of reach there, as behind a router
+            # The server is queried at the address that its connection comes from. If it is listed
+            # at another address, behind a router, this master may not reach it there
             target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
             target.querier_data = server
 
     def record_outcome(self, port, outcome, now, detail=""):
-        """Record for /check what became of a message of this peer.
+        """Record the outcome of a message of this peer for /check.
 
-        `port` is the published one, 0 for none; `outcome` is a key of OUTCOMES (section 9)."""
+        `port` is the published port, or 0 if it is not known. `outcome` is a key of OUTCOMES
+        (section 9), and `detail` the reason in words."""
         game = self.aio.game
         self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
@@ -6777,10 +6787,10 @@ class Aio(TcpProtocol, Querier):
     """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
     two later generations.
 
-    The master speaks first: CONNECT, and after a silence the text greeting. The first byte of
-    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter the text one, other
-    control characters a frame. A server is listed for as long as its connection lasts. If it
-    connects again, it belongs to the newer connection.
+    The master sends CONNECT first and, if the peer stays silent, the text greeting. The first byte
+    of the peer tells its dialect: 0c or 0d means the binary one, a digit or a letter the text one,
+    and any other control character the framed one. A server is listed for as long as its connection
+    lasts. If it connects again, it belongs to the newer connection.
 
     A framed server is queried for its name and players by UDP on its game port:
 
@@ -6788,21 +6798,21 @@ class Aio(TcpProtocol, Querier):
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16
 
     A framed server that does not answer stays listed, as ADDRESS:PORT, because it is connected.
-    The query has no room for a nonce. So somebody who forges the server's address while a query is
-    open can change the shown name until the next answer: an exception to the rule that nothing that
-    players see comes from an unproven packet."""
+    The query cannot carry a nonce. So somebody who forges the server's address while a query is
+    open can change the shown name until the next answer. This is the one exception to the rule that
+    unproven packets do not change what players see."""
 
     game = "aio"
 
     def __init__(self, core):
-        """Begin without connections; `core` is the Core of this program."""
+        """Join a Core: its registry, its poller and its settings."""
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
         self.session_numbers = itertools.count()
-        # The session that keeps each listed server in the list, by Server
+        # The AioSession of each listed server, by Server
         self.owners = {}
-        # The RenderedLists by the function that renders them
+        # The RenderedList of each dialect, by the function that renders it
         self.lists = {}
         for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
             self.lists[render] = RenderedList(self.registry, self.game, render)
@@ -6817,7 +6827,7 @@ class Aio(TcpProtocol, Querier):
         self.set_news(news)
 
     def set_news(self, news):
-        """Render this text as the answers to requests for the news, one for each dialect."""
+        """Prepare the answers to requests for the news: one in text, and one in a frame."""
         text = news.strip()[:AIO_NEWS_CHARACTERS]
         text_message = "%%NEWS#%s#%%" % aio_escape(text)
         self.text_news = text_message.encode("utf-8", "replace")
@@ -6831,19 +6841,19 @@ class Aio(TcpProtocol, Querier):
         return AioSession(self, address, number, now)
 
     def check_room(self):
-        """Raise Refused if listed servers hold as many connections as they may."""
+        """Raise Refused if listed servers have as many connections as they may have."""
         if len(self.owners) >= self.max_servers:
             raise Refused("limit", "this master keeps connections to at most %d servers"
                           % self.max_servers)
 
     def on_server_gone(self, event, server):
-        """Take a server that has left the list from its session; `event` is "gone"."""
+        """Separate a server that has left the list from its session. `event` is "gone"."""
         self.disown(server)
 
     def disown(self, server):
-        """Take this server from the session that keeps it in the list, if any, and stop its polls.
+        """Separate a server from its session, if it has one, and stop polling it.
 
-        The server has left the list, or it belongs to a newer session from now on."""
+        Either the server has left the list, or it belongs to a newer session from now on."""
         session = self.owners.pop(server, None)
         if session is None:
             return
@@ -6859,9 +6869,10 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
-        """Update the listed server with its answer to a query; return b"", for no goodbye.
+        """Update the listed server with its answer to a query.
 
-        Raise Malformed if the data are not an answer, and Refused if the name is not allowed."""
+        Return b"", because the poll is complete and nothing more is sent. Raise Malformed if the
+        data are not an answer, and Refused if the name is not allowed."""
         info = aio_info(data)
         self.registry.check_name(info.name)
         server = target.querier_data
@@ -6876,9 +6887,9 @@ class Aio(TcpProtocol, Querier):
         return b""
 
     def poll_missed(self, target, now):
-        """Record a poll without an answer for /check.
+        """Record for /check that a poll got no answer.
 
-        Return False: the server is connected, so it stays listed and is polled on."""
+        Return False, because the server is still connected, and so stays listed and polled."""
         self.record_silence(target, now)
         return False
 
