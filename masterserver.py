@@ -103,84 +103,119 @@ log = logging.getLogger("masterserver")
 # to change are settings (section 3). Limits of one protocol or one tool stand with it.
 # ================================================================================================
 
-TICK_S = 1.0                        # between two ticks of protocols; documents count whole seconds
-LOOK_S = 0.25                       # between two ticks of connections: AIO greets after 1.2 s
-HELD_UP_S = 5.0                     # a tick this late means that the program was stopped for a time
-DRAIN_DATAGRAMS = 128               # read from one socket before the others get their turn: 1 ms
-ACCEPT_CONNECTIONS = 64             # taken from one listener before the others get their turn
-BACKLOG = 1024                      # connections that wait: half a second of 2,000 a second
-MAX_DATAGRAM_BYTES = 2048           # the longest in a document has 520; what is beyond is cut off
-UDP_BUFFER_BYTES = 8 << 20          # 20,000 announcements, which cost about 800 bytes each there
-RECV_BYTES = 65536                  # for one read from a connection
-# The system's own buffer of megabytes would hide how slowly a reader reads.
+# The time between two ticks of protocols, because their documents count whole seconds
+TICK_S = 1.0
+# The time between two ticks of connections. It is short because AIO's greeting is due after 1.2 s
+LOOK_S = 0.25
+# A tick that comes later than this means that the program was stopped for a time
+HELD_UP_S = 5.0
+# So many datagrams are read from one socket, in 1 ms, before the other sockets get their turn
+DRAIN_DATAGRAMS = 128
+# So many connections are accepted by one listener before the others get their turn
+ACCEPT_CONNECTIONS = 64
+# So many new connections may wait for accept(): those of half a second, if 2,000 come a second
+BACKLOG = 1024
+# Longer datagrams are truncated. The longest one in a document has 520 bytes
+MAX_DATAGRAM_BYTES = 2048
+# The system's buffer for datagrams. It holds 20,000 announcements; each takes about 800 bytes
+UDP_BUFFER_BYTES = 8 << 20
+RECV_BYTES = 65536                  # the most that is read from a connection at once
+# The system's buffer for each connection. Its default, megabytes, would hide that a reader is slow
 SEND_BUFFER_BYTES = 1 << 18
-# After our last byte we read away the peer's further input for a time, up to a number of bytes.
-# Then we close the connection.
+# After our last byte, further input of the peer is read and dropped, for a time and up to a number
+# of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-OUTPUT_TOTAL_S = 120.0              # a client that takes longer over one answer is not reading it
-OUTPUT_BYTES = 64 << 20             # waiting for all readers together: three lists of 50,000
-WORKER_JOBS = 64                    # waiting for one thread; further jobs are refused
-# Host names from strangers that wait to be looked up. With a slow name server each takes half a
-# minute.
+# A client that takes longer to read one answer is disconnected
+OUTPUT_TOTAL_S = 120.0
+# The output that may wait for all readers together: three lists of 50,000 servers
+OUTPUT_BYTES = 64 << 20
+# So many jobs may wait for one thread; further jobs are refused
+WORKER_JOBS = 64
+# So many host names, named by strangers, may wait to be looked up. With a slow name server each
+# look-up takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, which anybody can have
-LOOKUP_TURNS = 1024                 # remembered sources: 16 times as many as can wait
-# Game servers of one source that wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB.
+LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
+# The sources whose last look-up is remembered: 16 times as many as look-ups can wait
+LOOKUP_TURNS = 1024
+# So many game servers of one source may wait for the same look-up. If each is a Luanti server with
+# the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # for answers on their way at a stop: people wait no longer
-STOP_DISK_S = 5.0                   # for a batch that is being written; it takes milliseconds
-DESCRIPTORS_KEPT = 40               # for everything but connections: listeners, database, log
-DESCRIPTORS_UNTOLD = 256            # assumed if the system does not tell: macOS's limit
-FAULT_RATE = 1, 20                  # tracebacks a second / at once: a fault must not fill the disk
+STOP_S = 2.0                        # at a stop, answers that are being sent get this long
+STOP_DISK_S = 5.0                   # at a stop, a batch that is being written gets this long
+# Descriptors that are kept free for listeners, the database and the log
+DESCRIPTORS_KEPT = 40
+# The limit of descriptors if the system does not tell it. It is macOS's
+DESCRIPTORS_UNTOLD = 256
+# Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
+FAULT_RATE = 1, 20
 
-NAME_CHARACTERS = 128               # Hyperbol has 32, Iceball 30, SubSpace 32 bytes; AIO sets none
-TEXT_CHARACTERS = 512               # a description in a document has 386 bytes at most
-PLAYERS_MAX = 65535                 # the widest field in a list (Iceball, SubSpace: u16)
+# The longest name. Hyperbol's have 32 bytes, Iceball's 30, SubSpace's 32, and AIO's have no limit
+NAME_CHARACTERS = 128
+# The longest description. The longest one in a document has 386 bytes
+TEXT_CHARACTERS = 512
+# The largest number in the list with the widest field (Iceball, SubSpace: u16)
+PLAYERS_MAX = 65535
 
-COOKIE_WINDOW_S = 30                # a cookie lives one to two windows; servers return it in 1 s
-COOKIE_MAC_BYTES = 8                # 2**64 guesses: at 100,000 a second six million years
-# Anybody can have an IPv6 /48, so it may have as much as 16 single sources.
+# A cookie is valid for one to two windows. Servers return it within a second
+COOKIE_WINDOW_S = 30
+# To guess one of 2**64 MACs takes six million years at 100,000 guesses a second
+COOKIE_MAC_BYTES = 8
+# Anybody can have an IPv6 /48, so all of it together may have as much as 16 single sources
 SITE_SOURCES = 16
-LIMITER_SOURCES = 16384             # remembered by one limiter, in about 3 MB
-# All unproven sources together get this many bytes more than they sent, a second / at once. Each
-# use of allow_surplus() has as much: 200 lists a second, or 0.8 Mbit/s for an attacker who forges
-# addresses.
+# The sources that one limiter remembers, in about 3 MB
+LIMITER_SOURCES = 16384
+# The bytes that all unproven sources together get beyond what they have sent: (a second, at once).
+# Each use of allow_surplus() has as much. It is enough for 200 lists a second, and gives an
+# attacker with forged addresses no more than 0.8 Mbit/s
 SURPLUS_BYTES = 100_000, 1_000_000
-# This rate is never reached. A limit would let a flood with a server's address silence the server.
+# The rate of answers to the poller: so high that it is never reached. With a real limit, a flood
+# with a game server's address could keep out the answers of that game server
 ANSWERS_RATE = 1e6, 1e6
-# While a flood with its address keeps a server's own packets out, silence proves nothing before so
-# many lifetimes.
+# During a flood with its address, a game server's own packets may be lost. Then its silence counts
+# only after this many lifetimes
 FLOODED_LIFETIMES = 3
-ALTERED_SERVERS = 100_000           # waiting for the disk: a full list, and as many that left
+# Changed servers that may wait for the disk: those of a full list, and as many that have left
+ALTERED_SERVERS = 100_000
 KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
 KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
-OUTCOMES_KEPT = 4096                # packets that /check explains: 3 MB with the longest details
-OUTCOMES_PER_SOURCE = 64            # two for each of the 32 servers that a source lists by default
-OUTCOMES_PER_S = 500                # even in a flood the last eight seconds are kept
-OUTCOME_CHARACTERS = 200            # two lines of detail on the page
+# Packets that /check can explain. With the longest details they take 3 MB
+OUTCOMES_KEPT = 4096
+# Packets of one source that are kept: two for each of the 32 servers that it may list by default
+OUTCOMES_PER_SOURCE = 64
+# Packets that are recorded in a second, so that even in a flood those of eight seconds are kept
+OUTCOMES_PER_S = 500
+OUTCOME_CHARACTERS = 200            # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096              # a search for 128 Chinese characters needs 1,200
 HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
-# An announcement needs 500 bytes, or 12,500 with every text at its longest. Luanti's has the names
-# of all mods.
+# An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
+# longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# With the next two limits a body of that size costs the event loop 3 ms at most.
-ANNOUNCED_FIELDS_MAX = 64           # Luanti's announcements have 27, those of other games 10
-# Digits of a number. A float has 309 before its point. int() takes the square of their number.
+# The next two limits bound the time for a body of that size to 3 ms.
+# Luanti's announcements have 27 fields, those of other games have 10
+ANNOUNCED_FIELDS_MAX = 64
+# The digits of a number in JSON. A float has up to 309 before its point. The time that int() takes
+# grows with the square of the digits
 NUMBER_DIGITS = 400
-HTTP_REQUEST_S = 10.0               # from a request's first byte to its last
-HTTP_IDLE_S = 30.0                  # a kept connection without a request; the page asks every 5 s
-HTTP_CACHE_BYTES = 16 << 20         # a list of 50,000 servers is longer, and is kept by itself
-GZIP_MIN_BYTES = 600                # a shorter body fits one packet with its head in any case
-GZIP_LEVEL = 3                      # 10,000 servers, 4 MB: 266 kB in 10 ms; level 6: 222 kB in 23
-RENDER_S = 1.0                      # between two renderings of a list, however many clients ask
-RENDER_SERVER_S = 0.0001            # a short list may be rendered sooner: this long for each server
-CACHE_S = 5                         # for which a cache in front may keep an answer, like the page
-PAGE_ROWS = 2000                    # servers on one page; a search finds the others
-CHECK_FINDINGS = 100                # the latest findings, on one page of /check
+HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
+# A kept connection may have no request for this long. The page sends one every 5 s
+HTTP_IDLE_S = 30.0
+# The memory for cached responses. A list of 50,000 servers is longer, and is cached by itself
+HTTP_CACHE_BYTES = 16 << 20
+# Shorter bodies are not compressed, because with their head they fit into one packet anyway
+GZIP_MIN_BYTES = 600
+# At this level 10,000 servers, 4 MB, take 266 kB and 10 ms; at level 6 they take 222 kB and 23 ms
+GZIP_LEVEL = 3
+# The shortest time between two renderings of a long list, however many clients ask for it
+RENDER_S = 1.0
+# A short list may be rendered sooner: after this time for each of its servers
+RENDER_SERVER_S = 0.0001
+# Browsers and proxies may keep a response for this long. The page asks for a new one as often
+CACHE_S = 5
+PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
+CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -972,29 +1007,30 @@ def config_text():
 # ================================================================================================
 # 4  Wire helpers
 #
-# Helpers that several protocols share: the one exception for bad input, text, addresses, the
-# cookie, the rate limiter. Nothing here does I/O.
+# Helpers that several protocols share: the exception for bad input, text, numbers, addresses, the
+# cookie, and the rate limiter. None of them does I/O.
 # ================================================================================================
 
-# As the socket gives it: (address, port), or (address, port, flow, scope) for IPv6
+# The sender of a packet as a socket gives it: (address, port), and for IPv6 also flow and scope
 Peer = Tuple[Any, ...]
 Replies = List[Tuple[bytes, Peer]]
 Key = Tuple[str, str, int]          # a server's identity: game, address, port
-# Not the generator of the module random, which an embedding program may have seeded
+# A generator of our own, because an embedding program may have seeded that of the module random
 RANDOM = random.SystemRandom()
 
 
 class Malformed(Exception):
-    """Bytes that are not what the protocol's document says; the text names the field. A decoder
-    raises no other exception."""
+    """Raised for bytes that do not follow the protocol's document. The text names the field.
+
+    Decoders raise no other exception, whatever the bytes are."""
 
 
 class Limited(Exception):
-    """A UDP request that a limit turns away: it is counted and gets no answer."""
+    """Raised for a UDP request that exceeds a limit. It is counted and gets no answer."""
 
 
 def error_text(error):
-    """Return an exception's message, or, as for a MemoryError, the name of its type."""
+    """Return the message of an exception or, if it has none, the name of its type."""
     return str(error) or type(error).__name__
 
 
@@ -1049,8 +1085,10 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
 def clean(text, max_characters=NAME_CHARACTERS):
-    """Return a text that is fit for every list: without control, bidirectional and zero-width
-    characters and without blanks at its ends, cut to `max_characters`."""
+    """Return a text without anything that could harm a list, cut to `max_characters`.
+
+    Escape sequences, control characters, invisible characters and piled-up accents are removed. Any
+    run of blanks becomes one space, and blanks at the ends are removed."""
     if not (text.isascii() and text.isprintable()):
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
@@ -1060,46 +1098,51 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Return UTF-8 as a cleaned text. A character that is cut off at the end is left out; other
-    invalid bytes become U+FFFD."""
+    """Decode UTF-8 and clean the text.
+
+    An incomplete character at the end is dropped. Other invalid bytes become U+FFFD."""
     text, _ = codecs.utf_8_decode(raw, "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Return bytes as a cleaned text: UTF-8 if they are valid, whole or cut off within a character,
-    else Windows-1252."""
+    """Decode bytes of an unknown encoding and clean the text.
+
+    The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
+    end. Otherwise it is taken for Windows-1252."""
     try:
-        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops at a character that is cut off
+        text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
         text, decoded_bytes = "", 0
-    # If everything else is ASCII, the character that seems cut off is a letter of Windows-1252
+    # If everything before it is ASCII, what looks like the first byte of an incomplete character is
+    # more probably a letter of Windows-1252
     if decoded_bytes < len(raw) and text.isascii():
         text = raw.decode("cp1252", "replace")
     return clean(text, max_characters)
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes up to the first NUL. A field that is filled to its end has none."""
+    """Return the bytes before the first NUL, or all of them if there is no NUL."""
     text, _, _ = data.partition(b"\0")
     return text
 
 
-# One encoder is kept: json.dumps() would create one at each call, in a quarter of the time that one
-# server takes
+# The encoder is created once. json.dumps() would create one at each call, which takes a quarter of
+# the time that it takes to encode a server
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def to_json(value):
-    """Return compact JSON in UTF-8, without \\u escapes: the Iceball client fails on them. Texts
-    have been cleaned, so they need none."""
+    """Return a value as compact JSON in UTF-8, without \\u escapes.
+
+    The Iceball client fails on \\u escapes. Cleaned text does not need them."""
     return ENCODER.encode(value).encode()
 
 
 # Numbers and tables
 
 def clamp(value, high=PLAYERS_MAX):
-    """Return the number from 0 to `high` that is nearest to the value."""
+    """Return the value, or 0 if it is less than 0, or `high` if it is more than `high`."""
     if value < 0:
         return 0
     if value > high:
@@ -1108,15 +1151,16 @@ def clamp(value, high=PLAYERS_MAX):
 
 
 def decrement(counts, key):
-    """Count one fewer of a key. A key with none left is deleted."""
+    """Decrement the count of a key in a dict of counts. Delete the key if its count becomes 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
 
 
 def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest one. If there are more than `limit`, the oldest is
-    deleted."""
+    """Set a key of an OrderedDict, and move it to the end, where the latest keys are.
+
+    If that makes more than `limit` keys, delete the oldest."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > limit:
@@ -1126,8 +1170,9 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an address as lists and limits know it: without a scope, and IPv4-mapped IPv6 as
-    IPv4."""
+    """Return an IP address in the one form that lists and limits use.
+
+    An IPv4-mapped IPv6 address becomes IPv4, and the scope of an IPv6 address is removed."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1135,13 +1180,13 @@ def canonical_address(address):
 
 
 def parse_ipv6(address):
-    """Return an IPv6Address without its scope."""
+    """Parse an IPv6 address, and return an IPv6Address without its scope, such as %eth0."""
     without_scope, _, _ = address.partition("%")
     return ipaddress.IPv6Address(without_scope)
 
 
 def is_loopback(address):
-    """Is this a loopback address? It must be written as read_address() and sockets do."""
+    """Is this a loopback address? It must be written as read_address() and sockets write it."""
     return address.startswith("127.") or address == "::1"
 
 
@@ -1157,12 +1202,12 @@ def ipv4_bytes(address):
     return ipaddress.IPv4Address(address).packed
 
 
-IPV6_NUMBERS = 1 << 128             # is added to IPv6 addresses, so that none is an IPv4 number
+# This bit is set in the numbers of IPv6 addresses, so that none equals that of an IPv4 address
+IPV6_NUMBERS = 1 << 128
 
 
 def address_number(address):
-    """Return an address as a number. Those of IPv6 are above those of IPv4. This takes a third of
-    the time of ipaddress."""
+    """Return an IP address as a number. For IPv4 this takes a third of the time of ipaddress."""
     if ":" in address:
         return IPV6_NUMBERS | int(parse_ipv6(address))
     a, b, c, d = address.split(".")
@@ -1170,13 +1215,15 @@ def address_number(address):
 
 
 class Networks:
-    """A set of networks, each with a label.
+    """A set of IP networks, each with a label.
 
-    Finding the network of an address takes one look-up for each length of prefix, however many
-    networks there are: tens of thousands of unknown addresses come each second."""
+    To find the network of an address takes one look-up for each length of prefix, and does not
+    depend on the number of networks. In a flood it is done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """`labels`: texts by network; a network without one has ""."""
+        """Take the networks of the module ipaddress, and a dict with the labels of some of them.
+
+        The label of any other network is ""."""
         if labels is None:
             labels = {}
         labels_by_bits = collections.defaultdict(dict)
@@ -1184,13 +1231,14 @@ class Networks:
             host_bits = network.max_prefixlen - network.prefixlen
             number = address_number(str(network.network_address))
             labels_by_bits[host_bits][number >> host_bits] = labels.get(network, "")
-        # The label of each prefix, by the number of bits behind it; the smallest network comes
-        # first, and counts
+        # Pairs of a number of host bits, and the labels by the other bits of the network's address.
+        # The smallest networks come first
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that has the address with this number; None if
-        no network has it."""
+        """Return the label of the smallest network that contains an address.
+
+        The address is given as its address_number(). Return None if no network contains it."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1198,24 +1246,28 @@ class Networks:
         return None
 
     def __contains__(self, address):
+        """Does a network of the set contain this address?"""
         return self.find(address_number(address)) is not None
 
     def __bool__(self):
+        """Is there any network in the set?"""
         return bool(self.by_host_bits)
 
 
-# A server in one of these networks may say that it has another address
+# A game server in one of these networks may announce another address than its own
 LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
 
-# Sources: the senders that limits count
+# Sources, which are the senders that limits tell apart
 
 def source_key(address):
-    """Return the source of an address, which limits count: the address itself for IPv4, and the
-    network /64 for IPv6, because one host can have all its addresses."""
+    """Return the source to which limits count an address, as text.
+
+    It is the address itself for IPv4. For IPv6 it is the network /64, because one host can have all
+    the addresses in it."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1223,8 +1275,9 @@ def source_key(address):
 
 
 def source_keys(address):
-    """Return the keys under which servers of an address are counted: its source, and for IPv6 its
-    network /48 as well."""
+    """Return the keys under which the servers at an address are counted.
+
+    They are its source and, for IPv6, its network /48 too."""
     source = source_key(address)
     if ":" not in source:
         return (source,)
@@ -1233,8 +1286,9 @@ def source_keys(address):
 
 
 def source_limits(address, limit):
-    """Return (key, limit) for each key under which servers of an address are counted. `limit` is
-    for one source; anybody can have an IPv6 /48, so it has as much as SITE_SOURCES sources."""
+    """Return pairs of a key of source_keys() and the limit that holds for it.
+
+    `limit` holds for one source. An IPv6 /48 may have SITE_SOURCES times as many servers."""
     if ":" not in address:
         return ((address, limit),)
     source, *site = source_keys(address)
@@ -1252,33 +1306,35 @@ def ipv6_network(parsed, prefix_bits):
 
 
 class Cookie:
-    """Makes keyed MACs that are valid for a time.
+    """Makes message authentication codes (MACs) that are valid for a limited time.
 
-    A sender that returns a valid one has received it, so nothing has to be kept in memory between
-    the two packets of a handshake. The time is divided into windows; a MAC is valid in its window
-    and the next."""
+    A sender that returns a valid MAC has received it, and so does not forge its address. Nothing
+    has to be remembered between the two packets of a handshake. The time is divided into windows.
+    A MAC is valid in the window in which it was made, and in the next one."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        """`key`: 16 secret bytes; `size`: bytes of a MAC."""
+        """Take a secret key of 16 bytes, the bytes of a MAC, and the seconds of a window."""
         self.key = key
         self.size = size
         self.window_s = window_s
         self.begin_window(0.0)
 
     def begin_window(self, now):
-        """Begin the window that has the time `now`."""
+        """Prepare the hash objects of the window that contains the time `now`, and the one before.
+        """
         window = int(now // self.window_s)
         self.window_ends = (window + 1.0) * self.window_s
         self.previous = self.keyed_hash(window - 1)
         self.current = self.keyed_hash(window)
 
     def keyed_hash(self, window):
-        """Return a hash object for the MACs of a window. BLAKE2's own keyed mode would pad the key
-        to a block, and hash a second block for each MAC."""
+        """Return a hash object that has read the key and the number of a window.
+
+        BLAKE2's own keyed mode would pad the key to a whole block, and so take longer."""
         return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
 
     def make(self, message, now):
-        """Return the MAC of a message, as bytes."""
+        """Return the MAC of a message, made in the window of the time `now`, as bytes."""
         if now >= self.window_ends:
             self.begin_window(now)
         mac = self.current.copy()
@@ -1294,8 +1350,9 @@ class Cookie:
         return mac == older.digest()
 
 
-# The verdicts about an address. The first two stand in a limiter's table in place of the time at
-# which a bucket is full, so that no second look-up is needed: BLOCKED is never full, EXEMPT always.
+# The verdicts about an address. In a limiter's table the first two replace the time at which a
+# bucket is full, so that one look-up finds both: a blocked source's bucket is never full, an exempt
+# source's always
 EXEMPT, BLOCKED = -math.inf, math.inf
 NO_VERDICT = 0.0
 
@@ -1303,32 +1360,38 @@ NO_VERDICT = 0.0
 class Limiter:
     """Token buckets by source, in a bounded table.
 
-    A bucket is one number: the time at which it will be full again (the "generic cell rate
-    algorithm"). An unknown source has a full bucket. So a full table refuses nobody: it forgets
-    the source that was used longest ago."""
+    A bucket is stored as one number, the time at which it will be full again (the "generic cell
+    rate algorithm"). A source that is not in the table has a full bucket. So a full table does not
+    refuse anybody: it forgets the source that was seen longest ago."""
 
     def __init__(self, rate, verdict=None):
-        """`rate`: (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED or
-        NO_VERDICT; it is called when an address is first seen. None: there are no verdicts."""
+        """Begin with full buckets. `rate` is (tokens a second, tokens at once).
+
+        `verdict(address)` returns EXEMPT, BLOCKED or NO_VERDICT. It is called when an address is
+        seen for the first time. By default no address has a verdict."""
         self.verdict = verdict or self.no_verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     @staticmethod
     def no_verdict(address):
-        """Return that there is no verdict about any address."""
+        """Return NO_VERDICT for every address."""
         return NO_VERDICT
 
     def set_rate(self, rate):
-        """Change the rate. Every bucket is full again, and all verdicts are forgotten."""
+        """Change the rate, fill all buckets, and forget all verdicts.
+
+        `rate` is (tokens a second, tokens at once). A token is stored as the time that it takes to
+        fill in again."""
         per_second, at_once = rate
         self.cost_s = 1.0 / per_second
-        # The time in which an empty bucket fills; a bit more, so that rounding refuses no token
+        # The time that an empty bucket takes to become full, and a little more, so that a rounding
+        # error cannot refuse the last token
         self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
 
     def allow(self, address, now, tokens=1.0):
-        """May this source have this many tokens? If so, they are taken from its bucket."""
+        """Take tokens from the bucket of an address. Return False if it has too few."""
         table = self.table
         key = address
         full_at = table.get(key)
@@ -1345,11 +1408,10 @@ class Limiter:
         return True
 
     def insert(self, address):
-        """Put an address with its verdict into the table or, if there is no verdict about it, its
-        source with a full bucket. Return the key in the table.
+        """Add an address to the table, and return its key there.
 
-        A verdict holds for one address, because a blocked network may be smaller than a source,
-        which is an IPv6 /64."""
+        If there is a verdict about the address, the key is the address itself, because a blocked
+        network may be smaller than an IPv6 source. Otherwise the key is its source."""
         verdict = self.verdict(address)
         key = address
         is_ipv6 = ":" in address
@@ -1364,7 +1426,7 @@ class Limiter:
         return key
 
     def is_nearly_empty(self, address, now):
-        """Has this source next to no tokens left? None is taken."""
+        """Has the source of this address fewer than two tokens left?"""
         full_at = self.table.get(source_key(address), 0.0)
         return full_at - now > self.depth_s - 2 * self.cost_s
 
@@ -1372,16 +1434,18 @@ class Limiter:
 # ================================================================================================
 # 5  Registry
 #
-# The listed servers of all games, the rules that the operator has set for them, and what became of
-# the last packets from each source. It knows nothing of protocols, sockets or disks. All times are
-# readings of the monotonic clock, passed in by the caller.
+# The listed servers of all games, the operator's rules for them, and the outcomes of the last
+# packets from each source. It knows nothing of protocols, sockets or disks. All times are readings
+# of the monotonic clock, passed in by the caller.
 # ================================================================================================
 
 class Refused(Exception):
-    """A server that may not be listed. The text gives the reason; `outcome` is a key of OUTCOMES
-    (section 9)."""
+    """Raised for a server that may not be listed. The text gives the reason.
+
+    `outcome` is a key of OUTCOMES (section 9)."""
 
     def __init__(self, outcome, reason):
+        """Take a key of OUTCOMES, and the reason in words."""
         super().__init__(reason)
         self.outcome = outcome
 
@@ -1389,20 +1453,21 @@ class Refused(Exception):
 class Rules:
     """The operator's decisions about addresses: public addresses, bans, marks and limits.
 
-    All protocols share the limiters. Packets by UDP may have a forged source, so they have
-    limiters of their own: a flood with somebody's address takes nothing from what he does by TCP.
+    All protocols share the limiters. UDP packets may have a forged source, so UDP and TCP have
+    different limiters: a flood of UDP packets with a forged source does not limit what the real
+    owner of that address does by TCP.
 
     datagram_limiter        datagrams
     message_limiter         messages within a TCP connection
     connection_limiter      new TCP connections
-    udp_request_limiter     requests by UDP that cost more than a look-up, or get an answer that is
-                            longer than themselves
-    request_limiter         the same by TCP
-    answer_limiter          answers to the poller; it only turns away blocked addresses
-    surplus_limiter         bytes that unproven sources get beyond what they sent, by use"""
+    udp_request_limiter     UDP requests that are costly, or whose answer is longer than they are
+    request_limiter         requests by TCP
+    answer_limiter          answers to the poller; only blocked addresses are refused
+    surplus_limiter         bytes that unproven sources get beyond those that they have sent; its
+                            buckets are those of the uses that allow_surplus() names"""
 
     def __init__(self, settings):
-        """Create the limiters, and read the settings, a Settings object."""
+        """Create the limiters, and set their rates and all rules from Settings."""
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -1413,7 +1478,9 @@ class Rules:
         self.read(settings)
 
     def read(self, settings):
-        """Take these settings. Every bucket is full again, because verdicts may have changed."""
+        """Set all rules from Settings, at the start and after a reload.
+
+        All buckets of the limiters are full afterwards, because their verdicts may have changed."""
         self.public_address = settings["server.public_address"]
         self.address_map = settings["address_map"]
         self.official = settings["official"]
@@ -1421,7 +1488,8 @@ class Rules:
         self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
-        # Only the operator sees the reason for a block, so blocked networks have none here
+        # Blocked networks are banned too, but without a reason, because only the operator may see
+        # the reason of a block
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
         self.max_servers = settings["limits.servers"]
@@ -1435,8 +1503,11 @@ class Rules:
         _, self.requests_at_once = settings["limits.requests"]
 
     def listed_address(self, source, claimed=""):
-        """Return the address at which players find a server that sends from `source` and says that
-        it is at `claimed` ("" if it says nothing)."""
+        """Return the address at which a server is listed.
+
+        `source` is the address that it sends from, `claimed` the address that it has announced, or
+        "". The setting address_map may replace the source, and so may public_address, for servers
+        on the master's own machine."""
         if claimed and self.believes_claim(source, claimed):
             return canonical_address(claimed)
         if source in self.address_map:
@@ -1446,14 +1517,15 @@ class Rules:
         return source
 
     def believes_claim(self, source, claimed):
-        """May a server at this source say that it has another address? Only a server on a local
-        network may, and it may not name a loopback address."""
+        """May a server at this source announce that it has another address?
+
+        Only a server on a local network may, and the claimed address may not be a loopback one."""
         if source not in LOCAL_NETWORKS or not is_unicast(claimed):
             return False
         return not is_loopback(canonical_address(claimed))
 
     def verdict(self, address):
-        """Return BLOCKED, EXEMPT or NO_VERDICT for the limiters."""
+        """Return the verdict about an address: BLOCKED, EXEMPT or NO_VERDICT."""
         number = address_number(address)
         if self.blocked.find(number) is not None:
             return BLOCKED
@@ -1463,31 +1535,32 @@ class Rules:
 
     def exempts(self, address):
         """Is this address free of all limits by source?"""
-        # The limiter's table knows most addresses, and costs less than a verdict
+        # Most addresses are in the limiter's table, and a look-up there costs less than verdict()
         full_at = self.datagram_limiter.table.get(address)
         return (full_at or self.verdict(address)) == EXEMPT
 
     def allow_surplus(self, use, address, size, now):
-        """May a source that has proven nothing get `size` bytes more than it sent?
+        """May a source that has not proven its address get `size` bytes more than it has sent?
 
-        All such sources share one bucket, because a limit by source does not bind those who forge
-        sources. Each `use` has a bucket of its own, so that a flood of pings keeps nobody from the
-        list."""
+        All such sources share one bucket, because a limit by source would not stop somebody who
+        forges sources. Each `use` has a bucket of its own, so that a flood of pings, for example,
+        cannot use up the bytes for lists."""
         if size <= 0 or self.exempts(address):
             return True
         return self.surplus_limiter.allow(use, now, size)
 
     def surplus_is_spent(self, use, address, now):
-        """Would allow_surplus() refuse this source even a few bytes?"""
+        """Is the bucket of allow_surplus() so empty that even a few bytes would be refused?"""
         return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
 
     def request_tokens(self, tokens):
-        """Return how many tokens a request takes that costs this many: half of a full bucket at
-        most, so that even the smallest bucket lets it through now and then."""
+        """Return the tokens that a client pays for a costly request: at most half a full bucket.
+
+        Without that limit a small bucket would never have enough for it."""
         return min(tokens, self.requests_at_once / 2)
 
     def ban_reason(self, *addresses):
-        """Return why one of these addresses may not announce servers; "" if all may."""
+        """Return the reason why one of these addresses is banned, or "" if none of them is."""
         if not self.bans:
             return ""
         for address in set(addresses):
@@ -1499,7 +1572,8 @@ class Rules:
     def check_source_limit(self, counts, source, participle):
         """Raise Refused if this source has as many servers as it may have.
 
-        `counts`: how many there are by source_keys(); `participle`: "listed" or "queried"."""
+        `counts` has the number of servers by the keys of source_keys(). `participle`, "listed" or
+        "queried", says in the reason what is counted."""
         for key, limit in source_limits(source, self.max_servers_per_source):
             if counts.get(key, 0) < limit or self.exempts(source):
                 continue
@@ -1509,21 +1583,22 @@ class Rules:
                           % (limit, unit, participle))
 
     def operator_marks(self, endpoint):
-        """Return whether the operator marks the server at this (address, port) as official, and
-        its priority."""
+        """Return the operator's marks for the server at an (address, port).
+
+        They are whether it is official, and its priority, which is 0 by default."""
         return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
 
-# How a server can be known to be there
+# The ways in which a master can verify that a server is there
 VERIFICATIONS = "handshake", "query", "connection", "self-reported"
 NO_DETAILS = {}
 
 
 class Server:
-    """One listed server. Its identity is (game, address, port). The other attributes are what it
-    said last, and what this master knows about it.
+    """One listed server. Its identity is (game, address, port). The other attributes have the
+    values that it announced last, and what this master knows about it.
 
-    source       the address that its packets come from; behind a router not the same as `address`
+    source       the address that its packets come from; behind a router it differs from `address`
     first_seen, last_seen   seconds of the monotonic clock
     lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
                  decide when it leaves
@@ -1535,7 +1610,7 @@ class Server:
     confirmed    it was heard since this program started
     pinned       the ini names it, so it stays listed even if it does not answer
     official, priority      the operator's marks
-    details      further texts by name; its page shows them, except UNSHOWN_DETAILS (section 8)
+    details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     flavor       Hyperbol's: 0 is unofficial
     luanti_announcement     what a Luanti server has announced, as Luanti's list has it
     aio_published_name      the name that an AIO server has published, with its counter of players
@@ -1595,12 +1670,15 @@ class Server:
 
     @property
     def key(self) -> Key:
+        """The identity of the server."""
         return self.game, self.address, self.port
 
 
 def ranking(server):
-    """Return the sort key of every list: the operator's priority, official servers, players, name,
-    identity."""
+    """Return the sort key of a server, which is cached until the server changes.
+
+    Lists are sorted by the operator's priority, then official servers come first, then those with
+    more players, and then by name and identity."""
     if server.rank is None:
         server.rank = (
             -server.priority,
@@ -1615,7 +1693,7 @@ def ranking(server):
 
 
 class Census(NamedTuple):
-    """How many servers of one game respond, and how many players are on them."""
+    """The numbers of servers of one game that respond, of players on them, and of those playing."""
 
     servers: int = 0
     players: int = 0
@@ -1623,7 +1701,9 @@ class Census(NamedTuple):
 
 
 def census_of(servers):
-    """Return a Census for each game of these servers."""
+    """Return the Census of each game of these servers, by game.
+
+    If a server does not say how many of its players are playing, all of them count."""
     totals = {}
     for server in servers:
         if not server.responding:
@@ -1646,9 +1726,9 @@ class PacketOutcome(NamedTuple):
 class PacketOutcomes:
     """The outcomes of the last packets, by source, protocol and announced port.
 
-    A source has OUTCOMES_PER_SOURCE entries at most, and all have OUTCOMES_KEPT; the entries of
-    the source that was silent for longest make room. In one second OUTCOMES_PER_S are added at
-    most."""
+    At most OUTCOMES_PER_SOURCE are kept of one source, and OUTCOMES_KEPT of all. If there are more,
+    those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S are
+    added in a second."""
 
     def __init__(self):
         """Begin without any outcomes."""
@@ -1659,8 +1739,10 @@ class PacketOutcomes:
         self.this_second = 0            # the number of outcomes added in it
 
     def add(self, packet, outcome, now, detail):
-        """Remember an outcome. `packet`: its (source, protocol, announced port)."""
-        if not self.has_time_for_one(now):
+        """Remember the outcome of a packet, unless there were too many in this second.
+
+        `packet` is (source, protocol, announced port)."""
+        if not self.has_room_in_this_second(now):
             return
         source, _, _ = packet
         shared_key = source_key(source)
@@ -1677,8 +1759,8 @@ class PacketOutcomes:
             _, oldest = self.by_source.popitem(last=False)
             self.total -= len(oldest)
 
-    def has_time_for_one(self, now):
-        """May another outcome be added in this second? It is counted."""
+    def has_room_in_this_second(self, now):
+        """Count another outcome for this second. Return False if there are too many."""
         if now >= self.second_ends:
             self.second_ends = now + 1.0
             self.this_second = 0
@@ -1688,19 +1770,20 @@ class PacketOutcomes:
         return True
 
     def get(self, source, protocol, port):
-        """Return the last PacketOutcome, or None."""
+        """Return the last PacketOutcome of this source, protocol and port, or None."""
         return self.by_source.get(source_key(source), {}).get((source, protocol, port))
 
     def __iter__(self):
-        """Yield (source, protocol, port, PacketOutcome). Sources that were silent for longest come
-        first."""
+        """Yield (source, protocol, port, PacketOutcome) for each packet.
+
+        The source that has been silent for longest comes first."""
         for outcomes in self.by_source.values():
             for (source, protocol, port), record in outcomes.items():
                 yield source, protocol, port, record
 
 
 class Subscription(NamedTuple):
-    """A function that is called on changes of listed servers."""
+    """A function that the registry calls when listed servers change."""
 
     call: Callable[[str, Server], Any]
     game: str                           # "" for every game
@@ -1709,44 +1792,43 @@ class Subscription(NamedTuple):
 
 
 class Registry:
-    """The listed servers by identity, with their expiry, and a generation number that grows when a
-    list changes.
+    """The listed servers by identity, and a generation number that grows with each change.
 
-    A server is an own one if this master has heard it. Servers that only other masters have heard
-    are in all lists too, but no protocol deals with them: only Cluster lists, changes and removes
-    them."""
+    A server that this master has heard is one of its own. Servers that only other masters have
+    heard are listed too, but protocols do not deal with them: only Cluster adds, changes and
+    removes them."""
 
     master = ""                         # this master's name among several
 
     def __init__(self, rules):
-        """Begin with an empty list. `rules`: a Rules object."""
+        """Begin with an empty list, to which the Rules apply."""
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
-        # The titles of games that only their servers name, and the source of the server that has
-        # brought the game. Both are dropped with the game's last server
+        # The titles of games that the program does not know, as their servers give them, and the
+        # source of the server that gave each title. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        # How many servers this master has heard from each of the source_keys()
+        # The number of this master's servers by the keys of source_keys()
         self.sources = collections.defaultdict(int)
         self.total = 0
         self.generation = 0
         self.subscriptions = []
         self.altered = set()                # keys of this master's servers that are to be saved
-        # Before this time nothing could be received, so a server's silence before it is not held
-        # against the server
+        # Nothing could be received before this time, so the silence of a server before it does not
+        # count
         self.silence_counts_from = -math.inf
-        # The shortcut of the hot path: a packet with this fingerprint comes from this server and
-        # says nothing new about it. changed() ends the shortcut, whatever has changed the server:
-        # another master, the operator, or the server itself
+        # The servers by the fingerprints of packets that only repeat what is known. One look-up
+        # recognizes such a packet, and it need not be parsed. A server's fingerprint is forgotten
+        # when anything about the server changes
         self.by_fingerprint = {}
         self.outcomes = PacketOutcomes()
         self.census_cache = RenderedList(self, "", census_of)
 
     def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
-        """Have `call(event, server)` called on these events.
+        """Call `call(event, server)` on each of these events from now on.
 
-        `game`: only for servers of this game, "" for all; `every_master`: also for servers that
-        other masters have heard, and not only for our own."""
+        `game` limits the calls to servers of one game; "" means all games. Servers of other masters
+        are included only if `every_master` is true."""
         self.subscriptions.append(Subscription(call, game, events, every_master))
 
     def get(self, game, address, port):
@@ -1766,22 +1848,24 @@ class Registry:
         return servers
 
     def census(self, now):
-        """Return a Census by game, at most RENDER_S old."""
+        """Return the Census of each game, by game. It may be RENDER_S old."""
         return self.census_cache.get(now)
 
     def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
                         fields: Mapping[str, Any], pinned: bool = False) -> Server:
-        """List a server, or refresh it, and return it. Raise Refused if the rules or a limit forbid
-        it.
+        """List a server or, if this master has listed it already, refresh it. Return the Server.
 
-        `fields`: the attributes of Server that it has told."""
+        `source` is the address that its packet came from, `lifetime` the seconds that it stays
+        listed, and `fields` has the attributes of Server that it has announced. `pinned` says that
+        the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
         if is_new:
             self.check_admission(key, source, fields.get("name"), pinned)
             if server is not None:
-                # It becomes our own server; for subscribers it never left the list
+                # The other master's server is replaced by our own. Subscribers are not told that it
+                # was gone, because players saw it all the time
                 self.detach(server)
             server = Server(game, address, port, source, now, lifetime, **fields)
             server.pinned = pinned
@@ -1799,8 +1883,8 @@ class Registry:
     def check_admission(self, key, source, name=None, pinned=False):
         """Raise Refused if a server that is not listed yet may not be listed.
 
-        `name`: None if it is not known yet; `pinned`: the ini names the server, so limits do not
-        hold for it."""
+        `name` is None if the name is not known yet. Limits do not hold for a `pinned` server, which
+        the ini names."""
         game, address, port = key
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
@@ -1809,29 +1893,34 @@ class Registry:
         self.check_rules(source, address, port, name)
         if pinned:
             return
-        # Another master's server that announces itself here as well needs no further room
+        # A server that another master has listed takes no further room if it is listed here too
         if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
         self.rules.check_source_limit(self.sources, source, "listed")
 
     @staticmethod
     def can_be_listed(source, address):
-        """Does the address mean something to players? A source that has sent a packet has an
-        address, but 0.* and a link-local address mean nothing elsewhere."""
+        """Can players reach a server at this address?
+
+        An address from which a packet came exists. But nobody else can reach one that begins with
+        0, or a link-local one with a scope."""
         if source.startswith("0.") or "%" in source:
             return False
         return address == source or is_unicast(address)
 
     def check_rules(self, source, address, port, name):
-        """Raise Refused if an address is banned or the name is refused."""
+        """Raise Refused if the source or the address is banned, or the name is refused.
+
+        `name` may be None or "", if it is not known."""
         ban_reason = self.rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
         self.check_name(name, address, port)
 
     def check_name(self, name, address="", port=0):
-        """Raise Refused if the name matches a refused pattern. The "address:port" that stands for a
-        missing name is always allowed."""
+        """Raise Refused if the name matches a pattern that the operator refuses.
+
+        The address and port of the server, which replace a missing name, are always allowed."""
         if not name or not self.rules.refuse_names:
             return
         if name == endpoint_text(address, port):
@@ -1841,7 +1930,7 @@ class Registry:
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
-        """List a server that was admitted, or restored from the disk or another master."""
+        """Add a server to the list. The caller has checked that it may be listed."""
         endpoint = server.address, server.port
         server.official, server.priority = self.rules.operator_marks(endpoint)
         self.games[server.game][endpoint] = server
@@ -1850,13 +1939,15 @@ class Registry:
         self.changed("listed", server)
 
     def confirm(self, server, now):
-        """Note that a server was heard and said nothing new."""
+        """Note that a server was heard at the time `now`, and that nothing about it has changed."""
         server.last_seen = now
         if not server.confirmed:
             self.update(server, {"confirmed": True})
 
     def update(self, server, fields):
-        """Set attributes of a server. Lists change only if one of them has another value."""
+        """Set attributes of a server, given by name.
+
+        If all of them have the same values as before, cached lists stay valid."""
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
@@ -1869,14 +1960,16 @@ class Registry:
             self.changed("changed", server)
 
     def remove_own(self, server):
-        """Remove a server that this master has heard. Do nothing for None, and for a server that
-        only another master has heard."""
+        """Remove a server from the list, if this master has heard it.
+
+        Do nothing if it is None, or if only another master has heard it."""
         if server is not None and not server.master:
             self.remove_any(server)
 
     def remove_any(self, server):
-        """Remove a server, whichever master has heard it. Do nothing if it has been removed
-        already."""
+        """Remove a server from the list, whichever master has heard it.
+
+        Do nothing if it is None, or has been removed already."""
         if server is None or self.get(*server.key) is not server:
             return
         self.detach(server)
@@ -1886,15 +1979,16 @@ class Registry:
         self.changed("gone", server)
 
     def detach(self, server):
-        """Take a server out of the tables without telling subscribers."""
+        """Remove a server from all tables, without a call to subscribers."""
         del self.games[server.game][server.address, server.port]
         self.count_source(server, -1)
         self.total -= 1
         self.forget_fingerprint(server)
 
     def count_source(self, server, difference):
-        """Add `difference` (1 or -1) to the number of servers that this master has heard from the
-        server's source."""
+        """Add `difference`, 1 or -1, to the number of this master's servers at the server's source.
+
+        Servers of other masters are not counted."""
         if server.master:
             return
         for key in source_keys(server.source):
@@ -1903,8 +1997,10 @@ class Registry:
                 del self.sources[key]
 
     def changed(self, event, server):
-        """Do what every change of a server requires: a new generation, an end of what was cached
-        for it, and the calls of subscribers. `event`: "listed", "changed" or "gone"."""
+        """Do what follows from every change of a server.
+
+        The generation grows, everything cached for the server is dropped, the server is marked for
+        the disk, and subscribers are called. `event` is "listed", "changed" or "gone"."""
         if event != "gone":
             self.clamp_players(server)
         self.generation += 1
@@ -1919,26 +2015,25 @@ class Registry:
 
     @staticmethod
     def clamp_players(server):
-        """Bound the players: no list shows more of them than the server has room for."""
+        """Limit the numbers of players to the maximum that the server has announced."""
         server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
         if server.playing is not None:
             server.playing = clamp(server.playing, server.players)
 
     def set_fingerprint(self, server, fingerprint):
-        """From now on, take a packet with this fingerprint as one that says nothing new about the
-        server."""
+        """Set the fingerprint of those packets that tell nothing new about the server."""
         self.forget_fingerprint(server)
         server.fingerprint = fingerprint
         self.by_fingerprint[fingerprint] = server
 
     def forget_fingerprint(self, server):
-        """Have the next packet of a server read in full."""
+        """Forget the fingerprint of a server, so that its next packet is parsed."""
         if server.fingerprint is not None:
             self.by_fingerprint.pop(server.fingerprint, None)
             server.fingerprint = None
 
     def forget_fingerprints(self):
-        """Have the next packet of every server read in full."""
+        """Forget all fingerprints, so that the next packet of every server is parsed."""
         for server in self.by_fingerprint.values():
             server.fingerprint = None
         self.by_fingerprint.clear()
@@ -1952,8 +2047,8 @@ class Registry:
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
 
-        Servers leave that are banned now, whose game is no longer served, or that have another
-        public address now. Those that may come back are listed again at their next
+        A server leaves the list if it is banned now, if its game is not served any more, or if it
+        has another public address now. A server that is not banned is listed again at its next
         announcement."""
         old_rules = copy.copy(self.rules)
         self.rules.read(settings)
@@ -1966,7 +2061,7 @@ class Registry:
                 self.update(server, {"official": official, "priority": priority})
 
     def must_leave(self, server, old_rules):
-        """Do the present rules end the listing of a server that was listed under the old rules?"""
+        """Must a server that the old rules have admitted leave under the present rules?"""
         rules = self.rules
         if server.game in old_rules.games and server.game not in rules.games:
             return True
@@ -1981,9 +2076,10 @@ class Registry:
         return False
 
     def expire(self, now):
-        """Remove every server of this master that was silent for its lifetime. This is called once
-        a second."""
-        # Looking at all 50,000 takes 5 ms, less than keeping them in order as they announce
+        """Remove every server of this master that has been silent for its lifetime.
+
+        This is called once a second. To look at 50,000 servers takes 5 ms, which is less than it
+        would take to keep them sorted while they announce themselves."""
         expired = []
         for table in self.games.values():
             for server in table.values():
@@ -1994,33 +2090,39 @@ class Registry:
                 self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
-        """Has this source, last heard at `heard_at`, been silent for `seconds`, and does that prove
-        anything?"""
+        """Has a source been silent for so long that its server has probably gone?
+
+        It was last heard at `heard_at`. `seconds` of silence are needed, and more if packets of the
+        source may have been lost."""
         if now < max(heard_at, self.silence_counts_from) + seconds:
             return False
         if now >= heard_at + FLOODED_LIFETIMES * seconds:
             return True
-        # A flood with its address keeps the source's own packets out, so silence proves little
+        # If a flood uses the source's address, the limiter drops the source's own packets too
         return not self.rules.datagram_limiter.is_nearly_empty(source, now)
 
     def forget_entries(self):
-        """Forget all rendered entries: something that they depend on has changed, though no server
-        has."""
+        """Drop the cached entries of all servers.
+
+        They depend on something that has changed, such as the titles of games, although no server
+        has changed."""
         self.generation += 1
         for server in self.servers():
             server.entry_cache = None
 
     def record_outcome(self, source, protocol, port, outcome, now, detail=""):
-        """Remember what became of a packet, for the operator of that game server.
+        """Remember the outcome of a packet for the page /check.
 
-        `port`: the announced one, 0 if it could not be read; `outcome`: a key of OUTCOMES
-        (section 9)."""
+        `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
+        (section 9), `detail` the reason in words."""
         self.outcomes.add((source, protocol, port), outcome, now, detail)
 
 
 def cached_entries(servers, list_name, render):
-    """Return each server's entry in a list. `render(server)` renders it if the server has changed
-    since the last time."""
+    """Return the entries of these servers in the list of this name, in the same order.
+
+    `render(server)` returns an entry. It is called only if the server has changed since its entry
+    was last rendered."""
     entries = []
     for server in servers:
         cache = server.entry_cache
@@ -2034,14 +2136,15 @@ def cached_entries(servers, list_name, render):
 
 
 class RenderedList:
-    """Caches `render(servers)` for the servers of one game, or of all ("").
+    """A list that is rendered rarely and served often.
 
-    It is rendered again after a change, but not before RENDER_S have passed, or less for a short
-    list, so that rendering takes a tenth of the time at most."""
+    It is rendered again after a change, but at most once in RENDER_S, or more often if it is short.
+    So rendering never takes more than a tenth of the time."""
 
     def __init__(self, registry, game, render):
-        """`registry`: where the servers are; `game`: an id, or "" for all games; `render(servers)`:
-        returns the rendered list. Nothing is rendered before get() is called."""
+        """Prepare the list of a game, or of all games if `game` is "".
+
+        `render(servers)` returns the rendered list. It is not called before get() is."""
         self.registry = registry
         self.game = game
         self.render = render
@@ -2050,7 +2153,7 @@ class RenderedList:
         self.rendered = None
 
     def get(self, now):
-        """Return the list as rendered last, after rendering it if that is due."""
+        """Return the rendered list. Render it first if servers have changed and it is due."""
         registry = self.registry
         if registry.generation != self.generation and now >= self.due:
             servers = registry.servers(self.game)
@@ -5970,16 +6073,16 @@ def parse_zone_entry(head, description):
 
 # CONNECT of the binary dialect, with id 0. It is also the greeting of the framed dialect
 AIO_CONNECTED = b"\1\0\0\0\0"
-# The text greeting goes out after this much silence, because clients of that dialect wait for it
+# The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
 # The share of all connections that listed servers may hold. The others are for players and
 # browsers, so no server has to leave to make room for them.
 AIO_SHARE = 0.5
-# A peer that publishes nothing may be silent for this long; clients send something every 270 s
+# A peer without a listed server may be silent for this long. Clients send something every 270 s
 AIO_IDLE_S = 330.0
-# A server that sends keepalives may pause for this long; they come every 20 to 40 s
+# The longest pause between two keepalives of a server. They come every 20 to 40 s
 AIO_KEEPALIVE_S = 120.0
-# The master waits this long for the newline behind `12#%`, which may come in a packet of its own
+# The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
 AIO_MESSAGE_BYTES = 8192            # the longest name and description take 2,600
 AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
@@ -5991,11 +6094,11 @@ AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
 
 
 class AioIntegerForm(NamedTuple):
-    """One of the forms in which the binary dialect writes an integer.
+    """One of the encodings of an integer in the binary dialect, for integers of `lowest` or more.
 
-    The form is for integers from `lowest` on. `lowest` is subtracted, and the difference is shifted
-    left by `tag_bits` to make room for the tag. The result is written in `size` bytes, the lowest
-    byte first, so that the first byte has the tag."""
+    To encode an integer, `lowest` is subtracted from it, the difference is shifted left by
+    `tag_bits`, and the tag is put into the free bits. The result is written in `size` bytes, the
+    lowest byte first, so that the first byte contains the tag."""
 
     size: int
     lowest: int
@@ -6003,8 +6106,8 @@ class AioIntegerForm(NamedTuple):
     tag: int
 
 
-# Each form begins after the highest integer of the form before it. So 27010 is written as 144801,
-# and 8080 as 427c
+# Each form begins after the highest integer of the one before. For example, 27010 is encoded as
+# 144801, and 8080 as 427c
 AIO_INTEGER_FORMS = (
     AioIntegerForm(1, 0, 1, 0b1),
     AioIntegerForm(2, 0x80, 2, 0b10),
@@ -6014,20 +6117,19 @@ AIO_INTEGER_FORMS = (
 
 
 def aio_integer(number):
-    """Return an integer from 0 on as bytes, in the form that the binary dialect has for it."""
-    for form in reversed(AIO_INTEGER_FORMS):
-        if form.lowest <= number:
-            break
+    """Encode an integer, 0 or more, as the binary dialect does, and return its bytes."""
+    forms = [form for form in AIO_INTEGER_FORMS if form.lowest <= number]
+    *_, form = forms                    # the last one that is low enough
     difference = number - form.lowest
     tagged = difference << form.tag_bits | form.tag
     return tagged.to_bytes(form.size, "little")
 
 
 def read_aio_integer(data):
-    """Read the integer at the beginning of these bytes; return its value and its size in bytes.
+    """Decode the integer at the beginning of some bytes. Return its value and its size in bytes.
 
-    If the bytes end within the integer, the returned size is larger than the number of bytes, and
-    the value is wrong."""
+    The caller must compare the size with the number of bytes: if there are fewer, the integer is
+    incomplete, and the value is wrong."""
     form = aio_integer_form(data[:1])
     tagged_bytes = data[:form.size]
     tagged = int.from_bytes(tagged_bytes, "little")
@@ -6036,25 +6138,26 @@ def read_aio_integer(data):
 
 
 def aio_integer_form(first_byte):
-    """Return the AioIntegerForm of an integer that begins with this byte (b"" counts as a 0).
+    """Return the AioIntegerForm of an integer that begins with this byte. b"" counts as a byte 00.
 
-    Every byte has the tag of one form in its lowest bits."""
+    Every byte has the tag of exactly one form in its lowest bits."""
     bits = int.from_bytes(first_byte, "little")
-    for form in AIO_INTEGER_FORMS:
+    *shorter_forms, longest_form = AIO_INTEGER_FORMS
+    for form in shorter_forms:
         mask = (1 << form.tag_bits) - 1
         if bits & mask == form.tag:
-            break
-    return form
+            return form
+    return longest_form
 
 
 def inflate(data, limit):
-    """Unpack one zlib stream and return its bytes.
+    """Decompress one zlib stream and return the result.
 
-    Raise Malformed if the stream is damaged, or if it has more than `limit` bytes unpacked. A
-    longer stream is not unpacked any further, so that it cannot fill the memory."""
+    Raise Malformed if the stream is damaged, or if the result would be longer than `limit` bytes. A
+    longer one is not decompressed to its end, so that it cannot fill the memory."""
     stream = zlib.decompressobj()
     try:
-        # With room for one byte more, zlib also sees the end of a stream of exactly `limit` bytes
+        # The additional byte lets zlib notice the end of a stream of exactly `limit` bytes
         unpacked = stream.decompress(data, limit + 1)
     except zlib.error as error:
         raise Malformed("zlib: %s" % error) from None
@@ -6074,11 +6177,11 @@ class AioInfo(NamedTuple):
 
 
 def aio_info(data: bytes) -> AioInfo:
-    """Read a game server's answer to the query `00`, and return it as an AioInfo.
+    """Parse a game server's answer to the query `00`, which is compressed with zlib.
 
-    The answer is packed with zlib. Unpacked it is
-    `00 name.string16 description.string16 players.u32 maximum.u32 version.u16`. Raise Malformed if
-    it is not such an answer."""
+        00 name.string16 description.string16 players.u32 maximum.u32 version.u16
+
+    Raise Malformed if the data are not such an answer."""
     payload = inflate(data, AIO_ANSWER_BYTES)
     kind = payload[:1]
     if kind != b"\0":
@@ -6098,10 +6201,10 @@ def aio_info(data: bytes) -> AioInfo:
 
 
 def split_string16(data):
-    """Read the string16 at the beginning of these bytes; return its text and the bytes behind it.
+    """Split some bytes into the text of the string16 at their beginning, and the bytes after it.
 
-    A string16 is a length as u16 and then that many bytes. If the data end within the text, the
-    text is returned as far as it goes."""
+    A string16 is a length as u16 and then a text of that many bytes. If the data end too early, the
+    text is incomplete."""
     length, content = data[:2], data[2:]
     text_bytes = int.from_bytes(length, "little")
     text = content[:text_bytes]
@@ -6110,7 +6213,8 @@ def split_string16(data):
 
 
 def aio_string16(text):
-    """Return a text, given as bytes, as a string16: its length as u16, and the text."""
+    """Return a string16 with this text, which is given as bytes: its length as u16, and the text.
+    """
     length = struct.pack("<H", len(text))
     return length + text
 
@@ -6122,9 +6226,9 @@ AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"      # values of the byte `compre
 
 
 def aio_frame(payload):
-    """Return a payload as a frame, length.u24 compression.u8 payload.
+    """Return a frame with this payload: length.u24 compression.u8 payload.
 
-    A payload that does not fit one packet is compressed."""
+    A payload that does not fit into one packet is compressed."""
     compression = AIO_FRAME_PLAIN
     if len(payload) > AIO_ZLIB_BYTES:
         compression = AIO_FRAME_ZLIB
@@ -6134,10 +6238,10 @@ def aio_frame(payload):
 
 
 def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
-    """Return the unpacked payload of the first frame, and the bytes behind that frame.
+    """Return the decompressed payload of the first frame, and the bytes after that frame.
 
-    Return None if the frame is not complete yet. Raise Malformed if the payload, packed or
-    unpacked, has more than `max_bytes`, or if it cannot be unpacked."""
+    Return None if the frame is not complete yet. Raise Malformed if the payload, compressed or not,
+    is longer than `max_bytes`, or if it cannot be decompressed."""
     if len(data) < AIO_FRAME_HEAD_BYTES:
         return None
     length_field = data[:AIO_FRAME_LENGTH_BYTES]
@@ -6156,20 +6260,20 @@ def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
 
 
 def aio_escape(text):
-    """Return a text without `#` and `%`, which end fields and messages of the text dialect."""
+    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
     without_hashes = text.replace("#", "<num>")
     return without_hashes.replace("%", "<percent>")
 
 
 def aio_unescape_bytes(field):
-    """Undo aio_escape() in a field of a message, given as bytes, and return it as bytes."""
+    """Undo aio_escape() in a field of a message. The field and the result are bytes."""
     with_hashes = field.replace(b"<num>", b"#")
     return with_hashes.replace(b"<percent>", b"%")
 
 
-# Each list is rendered as bytes. The two forms of the text dialect share the entries of servers
+# The lists. The two forms of the text dialect share the entries of servers
 
-# The document shows this server in a list without servers
+# The only entry of a list without servers, as in the document
 AIO_NOBODY = Server(
     "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
     name="No servers currently online :pepe:",
@@ -6179,7 +6283,7 @@ AIO_NOBODY = Server(
 def aio_text_entry(server):
     """Return a server's entry in the text lists, NAME#DESC#IP#PORT#, as bytes."""
     name = server.aio_published_name or server.name
-    # Clients undo no escapes in names, so full-width characters stand for `#` and `%`
+    # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
     name = name.replace("#", "\uff03")
     name = name.replace("%", "\uff05")
     fields = (
@@ -6193,7 +6297,7 @@ def aio_text_entry(server):
 
 
 def aio_text_list(servers):
-    """Return the list of these servers as the programs of 2018 to 2022 read it, as bytes."""
+    """Return the list of these servers, as bytes, for programs of the years 2018 to 2022."""
     listed = servers or [AIO_NOBODY]
     entries = cached_entries(listed, "aio text", aio_text_entry)
     content = b"".join(entries)
@@ -6201,9 +6305,9 @@ def aio_text_list(servers):
 
 
 def aio_document_list(servers):
-    """Return the list of these servers as the document has it, as bytes.
+    """Return the list of these servers, as bytes, in the format of the document.
 
-    It is the text list with a number before each entry."""
+    Unlike aio_text_list() it has a number before each entry."""
     listed = servers or [AIO_NOBODY]
     entries = cached_entries(listed, "aio text", aio_text_entry)
     numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
@@ -6253,14 +6357,14 @@ def aio_framed_list(servers):
     return aio_frame(AIO_LIST + count + content)
 
 
-# The first field of a message of the text dialect tells its kind
+# The kinds of messages of the text dialect. The kind is the first field of a message
 AIO_TEXT_LIST, AIO_TEXT_PUBLISH, AIO_TEXT_NEWS = b"12", b"13", b"NEWS"
 AIO_TEXT_SET_IP, AIO_TEXT_KEEPALIVE = b"SET_IP", b"KEEPALIVE"
 AIO_TEXT_END = b"#%"
 
 
-# Each dialect has a function that takes one message from the session's buffer and returns the
-# answer, b"" for none. It returns None if the message is not complete yet
+# Each dialect has a function that removes one message from the session's buffer and returns the
+# answer, which may be b"". It returns None if the message is not complete yet
 
 
 def answer_aio_text(session, now):
@@ -6276,11 +6380,12 @@ def answer_aio_text(session, now):
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
-    The document's examples are answered as well if somebody types them as they are printed there.
-    The `%` before every reply flushes the first greeting's five bytes out of the peer's buffer.
-    Texts of servers have a `%` in them, so a message ends at `#%`.
+    The examples in the document are answered too, as they are printed there. The `%` before every
+    reply ends what the peer takes for its first message, the five bytes of CONNECT. The texts of
+    servers may contain a `%`, so a message ends only at `#%`.
 
-    Return the answer, b"" for none, or None if the message is not complete yet. Raise Malformed."""
+    Return the answer, which may be b"", or None if the message is not complete yet. Raise Malformed
+    if a publish has the wrong fields, or if the message contains a line break."""
     session.buffer = session.buffer.lstrip(b"\r\n")
     message, end, following = session.buffer.partition(AIO_TEXT_END)
     if not end:
@@ -6299,19 +6404,19 @@ def answer_aio_text(session, now):
     if kind == AIO_TEXT_KEEPALIVE:
         session.on_keepalive(now)
         return b"%SUCCESS#KEEPALIVE#%"
-    # This may be an HTTP request, because a web page can have a browser send any body it likes
+    # A line break may mean an HTTP request: a web page can let a browser send any body it likes
     if b"\n" in kind:
         raise Malformed("a line break within a message")
-    # The other messages of these programs are meant for game servers
+    # These programs send further messages, which are meant for game servers
     return b""
 
 
 def answer_aio_text_list(session, following, now):
-    r"""Answer the request `12#%`; `following` has the bytes behind it in the session's buffer.
+    r"""Answer the request `12#%`. `following` has the bytes after it in the session's buffer.
 
-    Only the newline tells the programs of 2018 to 2022, which send `12#%\n`, from those of the
-    document. Return None if the newline may still come. Raise Malformed if the peer asks too
-    often."""
+    Programs of the years 2018 to 2022 send `12#%\n`. Those of the document send no newline, and
+    need a list in another format. Return None if a newline may still come. Raise Malformed if the
+    peer asks too often."""
     may_still_come = now < session.message_started_at + AIO_NEWLINE_S
     if not following and may_still_come:
         return None
@@ -6326,11 +6431,11 @@ AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), 
 
 
 def publish_aio_text(session, fields, now):
-    """List a server that publishes in the text dialect, and return the answer.
+    """List a server that publishes itself in the text dialect, and return the answer.
 
-    `fields` has what follows `13#`: name, description and port, all as bytes. In messages of the
-    document the server's address stands before the port. Raise Malformed for other fields. Return
-    b"" for a server that is refused, because this dialect has no message that says so."""
+    `fields` has the fields after `13#`, as bytes: name, description and port, or in messages of the
+    document name, description, address and port. Raise Malformed for other fields. Return b"" if
+    the server is refused, because this dialect has no message for a refusal."""
     if len(fields) == 3:
         name, description, port = fields
         address = b""
@@ -6360,8 +6465,9 @@ def answer_aio_binary(session, now):
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
 
-    A string ends with a NUL. A port is written as AioIntegerForm describes. Return the answer, b""
-    for none, or None if the message is not complete yet. Raise Malformed."""
+    Each string ends with a NUL. A port is encoded as AioIntegerForm describes. Return the answer,
+    which may be b"", or None if the message is not complete yet. Raise Malformed if it has another
+    type."""
     kind = session.buffer[:1]
     content = session.buffer[1:]
     if kind == AIO_ASK_FOR_SERVERS:
@@ -6373,10 +6479,10 @@ def answer_aio_binary(session, now):
 
 
 def publish_aio_binary(session, content, now):
-    """List a server that publishes in the binary dialect.
+    """List a server that publishes itself in the binary dialect.
 
-    `content` has what follows the type in the session's buffer. Return b"", because a publish has
-    no answer in this dialect, or None if the message is not complete yet."""
+    `content` has the bytes after the message's type in the session's buffer. Return b"", because
+    a publish is not answered in this dialect, or None if the message is not complete yet."""
     fields = content.split(b"\0", 3)
     if len(fields) < 4:
         return None
@@ -6405,9 +6511,10 @@ def answer_aio_framed(session, now):
         > 01000000 01                   news
         < … 01 text.string16
 
-    Peers read a frame with one recv(4) and one recv(length). So a long frame is compressed, and
-    each frame is written by one call. Return the answer, or None if the message is not complete
-    yet. Raise Malformed."""
+    Peers read a frame by one recv(4) and one recv(length), and lose a frame that comes in two
+    pieces. So each frame is written by one call, and a long one is compressed. Return the answer,
+    or None if the message is not complete yet. Raise Malformed if it has another type, or if its
+    frame cannot be read."""
     unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
     if unframed is None:
         return None
@@ -6430,10 +6537,10 @@ def answer_aio_framed(session, now):
 
 
 def framed_aio_result(kind, reason):
-    """Return the frame that answers a publish or a keepalive; `kind` is the type of that message.
+    """Return the frame that answers a publish or a keepalive. `kind` is the type of that message.
 
-    The frame says that the request is done, or that it is refused if there is a reason for that
-    ("" if there is none)."""
+    If `reason` is "", the frame says that the request is done. Otherwise it says that the request
+    is refused for this reason."""
     if reason:
         text = aio_string16(reason.encode("utf-8"))
         return aio_frame(AIO_REFUSED + kind + text)
@@ -6441,26 +6548,28 @@ def framed_aio_result(kind, reason):
 
 
 def aio_dialect(first_byte):
-    """Return the function that answers the dialect of a peer, by the first byte that it sends.
+    """Choose the dialect of a peer by the first byte that it sends.
 
-    Raise Malformed if no dialect begins with this byte."""
+    Return the function that answers messages of that dialect. Raise Malformed if no dialect has
+    messages that begin with this byte."""
     if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
         return answer_aio_binary
     if first_byte.isalnum():
         return answer_aio_text
-    # A frame begins with its length: 3 for a publish, or 14 if the publish is compressed
+    # A frame begins with the lowest byte of its length. The messages that a peer can begin with
+    # have up to 14 bytes
     if first_byte < b" ":
         return answer_aio_framed
     raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
 
 
 class AioSession(Session):
-    """A connection of one peer, a game server or a client, in any dialect."""
+    """The connection of a game server or a client, in any dialect."""
 
     def __init__(self, aio, address, number, now):
-        """Begin a session; `aio` is the protocol, and `address` is the peer's.
+        """Begin the session of a peer that has connected from `address` at the time `now`.
 
-        `number` is the id in the text greeting. The peer has connected at `now`."""
+        `aio` is the Aio that all sessions share, `number` the peer's id in the text greeting."""
         self.aio = aio
         self.registry = aio.registry
         self.rules = aio.rules
@@ -6469,41 +6578,44 @@ class AioSession(Session):
         # The function that answers this peer's dialect; None before the peer's first byte
         self.dialect = None
         self.greet_at = now + AIO_GREETING_S
-        # The time at which the message in the buffer began; if the buffer is empty, the time of the
-        # last message, or of the connection if none has come
+        # The time at which the message in the buffer began to come. If the buffer is empty, it is
+        # the time of the last message, or of the connection
         self.message_started_at = now
         # The listed server that this connection keeps in the list, or None
         self.server = None
-        # The address that the game server says it has; "" if it says nothing
+        # The address that the game server claims to have, or ""
         self.claimed_address = ""
-        # The port and the attributes of Server that were published last; None before that
+        # The port and the attributes of Server that were published last. These are None before the
+        # first publish
         self.published_port = 0
         self.published_fields = None
-        # The time of the last keepalive; infinite for a peer that sends none
+        # The time of the last keepalive. It is infinite before the first one
         self.kept_alive_at = math.inf
 
     def opened(self, now):
-        """Return CONNECT: two dialects begin with it, and peers of the text dialect skip it."""
+        """Return CONNECT. Two dialects begin with it, and peers of the text dialect ignore it."""
         return AIO_CONNECTED
 
     def receive(self, data, now):
-        """Take these bytes from the peer, and return the answer to the first message that has one.
+        """Add bytes from the peer to the buffer, and return the first answer to the messages in it.
 
-        Return b"" if no message has an answer. Raise Malformed, after recording it for /check."""
+        Return b"" if no complete message has an answer. If a message is malformed, record that for
+        /check and raise Malformed."""
         if data and not self.buffer:
             self.message_started_at = now
         self.buffer += data
         try:
             return self.answer_messages(now)
         except Malformed as error:
-            self.record_outcome(0, "bad packet", now, str(error))
+            unknown_port = 0
+            self.record_outcome(unknown_port, "bad packet", now, str(error))
             raise
 
     def answer_messages(self, now):
-        """Take messages from the buffer up to the first that has an answer, and return the answer.
+        """Handle the messages in the buffer up to the first one with an answer. Return the answer.
 
-        Return b"" if no complete message has an answer. Raise Malformed, also for a message that
-        is too long and for too many messages."""
+        Return b"" if no complete message has an answer. Raise Malformed if a message is malformed
+        or too long, or if the peer has sent too many messages."""
         while self.buffer:
             if len(self.buffer) > AIO_MESSAGE_BYTES:
                 raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
@@ -6520,16 +6632,16 @@ class AioSession(Session):
         return b""
 
     def ended(self, now):
-        """Answer what the peer has sent before it ended its side of the connection.
+        """Answer the rest of the buffer, after the peer has ended its side of the connection.
 
-        A `12#%` in the buffer is answered at once, because no newline can follow any more."""
+        A `12#%` is answered at once, because a newline cannot follow it any more."""
         self.message_started_at -= AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Return a greeting or an answer that is due, and set `done` after too long a silence.
+        """Return the greeting or an answer if it is due. Set `done` after a long silence.
 
-        A server that this connection keeps listed is confirmed, because it is connected."""
+        A listed server of this connection is confirmed, because it is still connected."""
         is_greeting_due = self.dialect is None and now >= self.greet_at
         if is_greeting_due:
             self.greet_at = math.inf
@@ -6539,7 +6651,7 @@ class AioSession(Session):
             self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
         else:
             self.done = now - self.message_started_at >= AIO_IDLE_S
-        # A `12#%` in the buffer is answered once no newline has come in AIO_NEWLINE_S
+        # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def closed(self, now):
@@ -6549,20 +6661,19 @@ class AioSession(Session):
     # Requests in messages
 
     def fetch_list(self, render, now):
-        """Return the list of servers as bytes, as it was rendered last.
+        """Return the cached list of servers that `render` has rendered, such as aio_text_list().
 
-        `render` is the function that renders it, such as aio_text_list(). Raise Malformed if
-        this address has asked too often."""
+        Raise Malformed if this address has asked for lists too often."""
         if not self.rules.request_limiter.allow(self.address, now):
             raise Malformed("too many requests from one address")
         rendered_list = self.aio.lists[render]
         return rendered_list.get(now)
 
     def set_claimed_address(self, claimed):
-        """Remember the address that the game server says it has, if it may say so.
+        """Remember the address that the game server claims to have, if the rules believe it.
 
-        `claimed` is a text as bytes, b"" for none. From the next publish or keepalive on, the
-        server is listed there."""
+        `claimed` is the address as bytes, or b"". The server is listed there from its next publish
+        or keepalive on."""
         text = claimed.decode("ascii", "replace")
         address = text.strip()
         if self.rules.believes_claim(self.address, address):
@@ -6574,10 +6685,10 @@ class AioSession(Session):
         return self.aio.game, address, port
 
     def on_keepalive(self, now):
-        """Remember that a keepalive has come, and publish again if the server is not listed.
+        """Note that a keepalive has come. Publish the server again if it is not listed any more.
 
-        It has left the list if its address has changed, if it was banned for a time, or if a newer
-        connection had published it and has ended."""
+        It leaves the list if its address changes, if it is banned for a time, or if a newer
+        connection has published it and has ended."""
         self.kept_alive_at = now
         if self.published_fields is None:
             return
@@ -6586,11 +6697,11 @@ class AioSession(Session):
             self.publish(self.published_port, self.published_fields, now)
 
     def publish_texts(self, name, description, port, now):
-        """List a server that publishes its name and description, both as bytes.
+        """List a server that publishes its name and description, both given as bytes.
 
-        ` [n/max]` at the end of a name is the player count. This game's lists have the name as it
-        was published, with the count. Return what publish() returns: "", or the reason for which
-        the server is refused."""
+        A name may end with the number of players, such as ` [3/16]`. This game's own lists show the
+        name with that number. Return "" if the server is listed, and otherwise the reason why it is
+        refused."""
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
         players = max_players = 0
@@ -6608,9 +6719,9 @@ class AioSession(Session):
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, or refresh it.
 
-        `fields` has attributes of Server. A server that this connection had listed elsewhere leaves
-        the list. Return "" if the server is listed, and otherwise the reason for which it is
-        refused."""
+        `fields` has attributes of Server. If this connection had listed a server at another address
+        or port, that server leaves the list. Return "" if the server is listed, and otherwise the
+        reason why it is refused."""
         key = self.listed_key(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
@@ -6641,9 +6752,10 @@ class AioSession(Session):
         return self.registry.list_or_refresh(key, self.address, now, lifetime, complete_fields)
 
     def name_in_list(self, key):
-        """Return the name of the listed server with this key, or its endpoint if it is not listed.
+        """Return the name to list for a server that does not publish one.
 
-        This is the name of a server that publishes none."""
+        It keeps the name that it has in the list. A server that is not listed yet is named by its
+        address and port."""
         server = self.registry.get(*key)
         if server:
             return server.name
@@ -6651,21 +6763,22 @@ class AioSession(Session):
         return endpoint_text(address, port)
 
     def take_over(self, server):
-        """Make this the connection that keeps the server in the list, in place of any other."""
+        """Let this connection, instead of any other, keep the server in the list."""
         self.aio.disown(server)
         self.aio.owners[server] = self
         self.server = server
         self.kept = True
         if self.dialect is answer_aio_framed:
-            # The query goes to the address that the connection comes from. A server that is listed
-            # at another address may be out of reach there, as behind a router
+            # The server is queried at the address that its connection comes from. If it is listed
+            # at another address, behind a router, this master may not reach it there
             target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
             target.querier_data = server
 
     def record_outcome(self, port, outcome, now, detail=""):
-        """Record for /check what became of a message of this peer.
+        """Record the outcome of a message of this peer for /check.
 
-        `port` is the published one, 0 for none; `outcome` is a key of OUTCOMES (section 9)."""
+        `port` is the published port, or 0 if it is not known. `outcome` is a key of OUTCOMES
+        (section 9), and `detail` the reason in words."""
         game = self.aio.game
         self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
@@ -6674,10 +6787,10 @@ class Aio(TcpProtocol, Querier):
     """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
     two later generations.
 
-    The master speaks first: CONNECT, and after a silence the text greeting. The first byte of
-    the peer tells its dialect: 0c or 0d the binary one, a digit or a letter the text one, other
-    control characters a frame. A server is listed for as long as its connection lasts. If it
-    connects again, it belongs to the newer connection.
+    The master sends CONNECT first and, if the peer stays silent, the text greeting. The first byte
+    of the peer tells its dialect: 0c or 0d means the binary one, a digit or a letter the text one,
+    and any other control character the framed one. A server is listed for as long as its connection
+    lasts. If it connects again, it belongs to the newer connection.
 
     A framed server is queried for its name and players by UDP on its game port:
 
@@ -6685,21 +6798,21 @@ class Aio(TcpProtocol, Querier):
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16
 
     A framed server that does not answer stays listed, as ADDRESS:PORT, because it is connected.
-    The query has no room for a nonce. So somebody who forges the server's address while a query is
-    open can change the shown name until the next answer: an exception to the rule that nothing that
-    players see comes from an unproven packet."""
+    The query cannot carry a nonce. So somebody who forges the server's address while a query is
+    open can change the shown name until the next answer. This is the one exception to the rule that
+    unproven packets do not change what players see."""
 
     game = "aio"
 
     def __init__(self, core):
-        """Begin without connections; `core` is the Core of this program."""
+        """Join a Core: its registry, its poller and its settings."""
         self.registry = core.registry
         self.poller = core.poller
         self.rules = core.registry.rules
         self.session_numbers = itertools.count()
-        # The session that keeps each listed server in the list, by Server
+        # The AioSession of each listed server, by Server
         self.owners = {}
-        # The RenderedLists by the function that renders them
+        # The RenderedList of each dialect, by the function that renders it
         self.lists = {}
         for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
             self.lists[render] = RenderedList(self.registry, self.game, render)
@@ -6714,7 +6827,7 @@ class Aio(TcpProtocol, Querier):
         self.set_news(news)
 
     def set_news(self, news):
-        """Render this text as the answers to requests for the news, one for each dialect."""
+        """Prepare the answers to requests for the news: one in text, and one in a frame."""
         text = news.strip()[:AIO_NEWS_CHARACTERS]
         text_message = "%%NEWS#%s#%%" % aio_escape(text)
         self.text_news = text_message.encode("utf-8", "replace")
@@ -6728,19 +6841,19 @@ class Aio(TcpProtocol, Querier):
         return AioSession(self, address, number, now)
 
     def check_room(self):
-        """Raise Refused if listed servers hold as many connections as they may."""
+        """Raise Refused if listed servers have as many connections as they may have."""
         if len(self.owners) >= self.max_servers:
             raise Refused("limit", "this master keeps connections to at most %d servers"
                           % self.max_servers)
 
     def on_server_gone(self, event, server):
-        """Take a server that has left the list from its session; `event` is "gone"."""
+        """Separate a server that has left the list from its session. `event` is "gone"."""
         self.disown(server)
 
     def disown(self, server):
-        """Take this server from the session that keeps it in the list, if any, and stop its polls.
+        """Separate a server from its session, if it has one, and stop polling it.
 
-        The server has left the list, or it belongs to a newer session from now on."""
+        Either the server has left the list, or it belongs to a newer session from now on."""
         session = self.owners.pop(server, None)
         if session is None:
             return
@@ -6756,9 +6869,10 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
-        """Update the listed server with its answer to a query; return b"", for no goodbye.
+        """Update the listed server with its answer to a query.
 
-        Raise Malformed if the data are not an answer, and Refused if the name is not allowed."""
+        Return b"", because the poll is complete and nothing more is sent. Raise Malformed if the
+        data are not an answer, and Refused if the name is not allowed."""
         info = aio_info(data)
         self.registry.check_name(info.name)
         server = target.querier_data
@@ -6773,9 +6887,9 @@ class Aio(TcpProtocol, Querier):
         return b""
 
     def poll_missed(self, target, now):
-        """Record a poll without an answer for /check.
+        """Record for /check that a poll got no answer.
 
-        Return False: the server is connected, so it stays listed and is polled on."""
+        Return False, because the server is still connected, and so stays listed and polled."""
         self.record_silence(target, now)
         return False
 
