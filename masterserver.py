@@ -1264,10 +1264,10 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
 # Sources, which are the senders that limits tell apart
 
 def source_key(address):
-    """Return the source to which limits count an address, as text.
+    """Return the source that an address belongs to, as text. Limits hold for sources.
 
-    It is the address itself for IPv4. For IPv6 it is the network /64, because one host can have all
-    the addresses in it."""
+    An IPv4 address is a source by itself. An IPv6 address belongs to its network /64, because one
+    host can have all the addresses in it."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1544,7 +1544,7 @@ class Rules:
 
         All such sources share one bucket, because a limit by source would not stop somebody who
         forges sources. Each `use` has a bucket of its own, so that a flood of pings, for example,
-        cannot use up the bytes for lists."""
+        cannot use up the bytes for lists. Sources that the operator exempts always may."""
         if size <= 0 or self.exempts(address):
             return True
         return self.surplus_limiter.allow(use, now, size)
@@ -2363,8 +2363,8 @@ def stored_values(fields: str) -> List[Any]:
 def mean_and_peak(numbers):
     """Return the stored form, 4 bytes, of the mean and the peak of some stored numbers.
 
-    A number of 0 means that the server was away, and does not count. If all are 0, both results
-    are."""
+    A number of 0 means that the server was away, and does not count. If all numbers are 0, the mean
+    and the peak are 0 too."""
     present = [number for number in numbers if number != 0]
     if not present:
         return MEAN_AND_PEAK.pack(0, 0)
@@ -4255,6 +4255,7 @@ class Iceball(UdpProtocol):
             return b""                      # answer_repeats() has refreshed the server already
         source, _ = peer
         packet = self.proven_announcement(data, source, now)
+        # The first two fields have been checked when the announcement came
         (_, _, version, port, players, max_players, name, mode,
          map_name) = ICEBALL_ANNOUNCEMENT.unpack(packet)
         if self.is_sender_taken(peer, port):
@@ -4482,7 +4483,8 @@ class IceballDraft:
     def session_of(self, peer, identity, now):
         """Return this peer's session with the id `identity`, or None if there is none.
 
-        A session that has ended does not count. One whose id comes back for the first time does."""
+        A session that was requested, and whose id the peer repeats for the first time, is returned
+        too. A session that has ended is not."""
         source, _ = peer
         sessions_of_source = self.sessions.get(source, {})
         # A peer may have requested a new session while it still has an old one
@@ -4965,7 +4967,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     nonce = staticmethod(ping_nonce)
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Join a Core: its registry, its poller and its settings."""
         super().__init__(core)
         self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
         self.waiting = WaitingAnnouncements()
@@ -5866,7 +5868,7 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
-        """`core`: the Core of this program."""
+        """Join a Core: its registry, its poller and its settings."""
         registry = core.registry
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
@@ -6118,11 +6120,12 @@ AIO_INTEGER_FORMS = (
 
 def aio_integer(number):
     """Encode an integer, 0 or more, as the binary dialect does, and return its bytes."""
-    forms = [form for form in AIO_INTEGER_FORMS if form.lowest <= number]
-    *_, form = forms                    # the last one that is low enough
-    difference = number - form.lowest
-    tagged = difference << form.tag_bits | form.tag
-    return tagged.to_bytes(form.size, "little")
+    for form in reversed(AIO_INTEGER_FORMS):
+        if form.lowest <= number:
+            difference = number - form.lowest
+            tagged = difference << form.tag_bits | form.tag
+            return tagged.to_bytes(form.size, "little")
+    raise ValueError("a negative integer cannot be encoded")
 
 
 def read_aio_integer(data):
@@ -7303,10 +7306,10 @@ class Quake3(UdpProtocol, PolledGame):
         return "gamename" in server.details
 
     def on_registry_event(self, event, server):
-        """Begin or end the polling of a server of the family, and give its game a title.
+        """Start or stop polling a server of the Quake III family, and give its game a title.
 
-        `event` is "listed" or "gone". It is "listed" for servers restored from the disk, too.
-        Servers of other masters are not polled here."""
+        `event` is "listed", also for servers that are restored from the disk, or "gone". Servers of
+        other masters are not polled here."""
         gamename = server.details.get("gamename")
         if not gamename:
             return                          # a server of another protocol
@@ -7335,8 +7338,8 @@ class Quake3(UdpProtocol, PolledGame):
     def group_entries(self, servers):
         """Return lists of Quake3Entry records, in a dict by (gamename, protocol).
 
-        Of `servers`, only those of the family are in it. A server is in several lists if questions
-        without a gamename get it too."""
+        Servers of games outside the Quake III family are left out. A server is in several lists if
+        it also answers questions that name no game."""
         family = [server for server in servers if self.serves(server)]
         entries_by_game = collections.defaultdict(list)
         for entry in cached_entries(family, "quake3", self.render_entry):
@@ -9727,7 +9730,7 @@ def render_chart(series, wall):
     peak_text = number_text(round(peak, 1))
     end = series.start + count * series.step
     ticks = value_ticks(peak)
-    *_, top = ticks
+    top = max(ticks)
     marks = [
         *render_axes(ticks, series.start, end),
         render_curves(bars, width, count, top),
@@ -9796,7 +9799,7 @@ def render_axes(ticks, start, end):
 
     `ticks` are the numbers of players at which a line is drawn, from 0 upwards. The time axis goes
     from `start` to `end`, in seconds since 1970."""
-    *_, top = ticks
+    top = max(ticks)
     long_class = ""
     if top > 999:                   # on a phone the style sheet moves them out of the narrow margin
         long_class = " long"
@@ -10376,7 +10379,7 @@ class Web(TcpProtocol):
         self.forget_responses()
 
     def tick(self, now):
-        """Drop all cached responses once a second, because servers have changed and times move.
+        """Drop all cached responses once a second, because servers have changed and so have ages.
 
         A list is rendered again when the next client asks for it."""
         self.forget_responses()
@@ -11482,10 +11485,10 @@ def recorded_findings(web, address, port, listed, wall):
 
 
 def is_out_of_date(outcome, port, confirmed_ports):
-    """Does current_outcomes() tell something newer than this recorded outcome?
+    """Is a recorded outcome out of date, because current_outcomes() says more?
 
-    It always tells whether an address is banned, and for `confirmed_ports` that a server is listed.
-    """
+    That function says whether the address is banned now, and that the servers on `confirmed_ports`
+    are listed now."""
     if outcome == "banned":
         return True
     return outcome in ("announced", "listed") and port in confirmed_ports
@@ -11654,7 +11657,7 @@ def separate_marks(name):
 def news_text(server, settings, escape=str):
     """Fill the template in the setting [notify] text for a server, and return the text.
 
-    `escape(name)` returns a name without effect on the format of the message."""
+    `escape(name)` escapes the marks in a name that would change the format of the message."""
     titles = {**GAME_TITLES, **settings["games"]}
     title = titles.get(server.game)
     if title is None:
@@ -12089,8 +12092,10 @@ class TcpConnection:
         self.events = events
 
     def on_readable(self, now):
-        """Read what has arrived and have the session answer it. Close the connection if it is
-        broken, or if the peer has ended it and there is nothing left to send."""
+        """Read the data that have arrived, and let the session answer them.
+
+        Close the connection if it is broken, or if the peer has ended it and nothing is left to
+        send."""
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -12099,7 +12104,7 @@ class TcpConnection:
             self.close(now)
             return
         if self.session.done:
-            # The connection lingers
+            # The connection lingers: these bytes are dropped, but a peer must not send for ever
             self.linger_bytes -= len(data)
             if not data or self.linger_bytes < 0:
                 self.close(now)
@@ -12373,7 +12378,7 @@ class WorkerThread:
         self.thread: Optional[threading.Thread] = None
 
     def submit(self, job, on_result):
-        """Have `job()` called in this thread, and then `on_result(result, now)` in the event loop.
+        """Call `job()` in this thread, and then `on_result(result, now)` in the event loop.
 
         `result` is what the job returned, or the exception that it raised. If WORKER_JOBS are
         waiting already, the job is not done, and the result is a RuntimeError."""
@@ -12424,32 +12429,40 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 class LogQueue(logging.handlers.QueueHandler):
-    """Hands lines to the thread of `listener`, which writes them. The event loop goes on even if
-    the disk hangs, or if somebody selects text in the terminal and so stops its output."""
+    """Puts log lines into a queue, from which a thread writes them.
 
-    listener: logging.handlers.QueueListener
+    So the event loop goes on even if the disk hangs, or if somebody selects text in the terminal
+    and so stops its output."""
+
+    def __init__(self, writer):
+        """Start the thread. It hands each line to `writer`, a logging.Handler."""
+        self.lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        super().__init__(self.lines)                # type: ignore[arg-type,unused-ignore]
+        self.traceback_limiter = Limiter(FAULT_RATE)
+        self.addFilter(self.has_room)
+        self.listener = logging.handlers.QueueListener(self.lines, writer)
+        self.listener.start()
+
+    def has_room(self, record):
+        """Return False if a line must be dropped.
+
+        That is so if LOG_LINES lines are waiting already, or if the line has a traceback and there
+        were too many of them lately."""
+        if self.lines.qsize() >= LOG_LINES:
+            return False
+        if not record.exc_info:
+            return True
+        all_tracebacks = ""             # one source for the limiter, because they share one limit
+        return self.traceback_limiter.allow(all_tracebacks, time.monotonic())
 
 
 def start_log(settings):
-    """Begin to log, at [server] log_level, in a thread that writes to the log file or the terminal.
-    Return the handler that does the writing. Raise StartError if the log file cannot be opened."""
+    """Begin to log to the file that the settings name, or else to the terminal.
+
+    Return the logging.Handler that writes the lines. Raise StartError if the log file cannot be
+    opened."""
     writer = open_log(settings.file("server.log_file"))
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    traceback_limiter = Limiter(FAULT_RATE)
-    all_tracebacks = ""                 # they share one limit, so they count as one source
-
-    def has_room(record):
-        """Return False for a line that is to be dropped: if LOG_LINES are waiting already, or if it
-        has a traceback and FAULT_RATE is exceeded."""
-        if lines.qsize() >= LOG_LINES:
-            return False
-        return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
-
-    handler = LogQueue(lines)                       # type: ignore[arg-type,unused-ignore]
-    handler.addFilter(has_room)
-    handler.listener = logging.handlers.QueueListener(handler.queue, writer)
-    handler.listener.start()
-    log.addHandler(handler)
+    log.addHandler(LogQueue(writer))
     log.setLevel(settings["server.log_level"].upper())
     log.propagate = False
     return writer
@@ -12493,7 +12506,13 @@ class Lookup(NamedTuple):
 
     @property
     def key(self) -> Tuple[str, str, str]:
+        """The same for look-ups that can share their result."""
         return self.source, self.host, self.like
+
+    def may_have_another_waiter(self):
+        """Return whether one more caller may wait for this look-up. Names in the ini have no limit.
+        """
+        return not self.source or len(self.waiters) < LOOKUP_WAITERS
 
 
 class HostNames:
@@ -12505,31 +12524,32 @@ class HostNames:
     Everything but the look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """`post`: MasterServer.post, as in WorkerThread."""
+        """Prepare the thread, which passes its results to `post`, that is, MasterServer.post()."""
         self.worker = WorkerThread("names", post)
         # The waiting look-ups: of names in the ini, and of names that strangers have sent
         self.ini_lookups = collections.deque()
         self.stranger_lookups = collections.deque()
         self.is_busy = False                            # True while the thread looks a name up
-        # How many look-ups of strangers are waiting or under way, by source_keys()
+        # The number of strangers' look-ups that are waiting or under way, by source_keys()
         self.lookups_by_source = collections.defaultdict(int)
         # The sources whose look-ups began last, the latest at the end
         self.recent_sources = collections.OrderedDict()
-        # The latest Lookup by its key. When it has its LOOKUP_WAITERS, another one takes its place
+        # The latest Lookup by its key. If it has LOOKUP_WAITERS waiters, another one replaces it
         self.latest_lookups: Dict[Tuple[str, str, str], Lookup] = {}
 
     def resolve(self, host, done, source, like=""):
-        """Look up a host name, and later call `done(address, now)`. The address is "" if the name
-        was not found. Raise Refused if this source or all strangers have too many look-ups.
+        """Look up a host name, and later call `done(address, now)`, with "" if it has no address.
 
-        `source`: the address that has sent the name, or "" for a name in the ini, which has no
-        limits; `like`: prefer this address, or one of its family, if the host has several."""
+        `source` is the address that has sent the name, or "" for a name in the ini, for which there
+        are no limits. If the host has several addresses, `like` is preferred, and after that one of
+        the same family. Raise Refused if this source, or all strangers together, have too many
+        look-ups."""
         lookup = Lookup(host, source, like, [done])
-        latest_lookup = self.latest_lookups.get(lookup.key)
-        if latest_lookup is not None:
-            if not source or len(latest_lookup.waiters) < LOOKUP_WAITERS:
-                latest_lookup.waiters.append(done)
-                return
+        # If the same look-up is waiting already, `done` waits for that one
+        same_lookup = self.latest_lookups.get(lookup.key)
+        if same_lookup is not None and same_lookup.may_have_another_waiter():
+            same_lookup.waiters.append(done)
+            return
         if source:
             self.check_limits(source)
             for key in source_keys(source):
@@ -12552,8 +12572,7 @@ class HostNames:
             raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
     def start_next(self):
-        """Hand the next look-up to the thread. Do nothing if one is under way or none is
-        waiting."""
+        """Give the next look-up to the thread, unless it is still busy with another."""
         if self.is_busy:
             return
         if self.ini_lookups:
@@ -12567,15 +12586,17 @@ class HostNames:
         self.worker.submit(job, functools.partial(self.on_result, lookup))
 
     def take_stranger_lookup(self):
-        """Remove and return the look-up of a stranger that comes next. Sources take turns: the one
-        whose last look-up began longest ago, or that has had none lately, comes first."""
+        """Remove the next look-up of a stranger from those that are waiting, and return it.
+
+        Sources take turns. The source whose last look-up began longest ago comes first, and before
+        it those that had none lately."""
         no_turn_yet, first_turn = 0, 1
         last_turns = {}
         for turn, source in enumerate(self.recent_sources, first_turn):
             last_turns[source] = turn
 
         def last_turn(lookup):
-            """Return when the source of a look-up had its last turn, as a position in the row."""
+            """Return the number of the last turn that the source of a look-up had."""
             return last_turns.get(source_key(lookup.source), no_turn_yet)
 
         next_lookup = min(self.stranger_lookups, key=last_turn)
@@ -12584,9 +12605,10 @@ class HostNames:
         return next_lookup
 
     def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
-        """Start the next look-up, and tell the waiters of this one its result.
+        """Start the next look-up, and pass the result of this one to its waiters.
 
-        `result`: the address, or the exception that the look-up raised; waiters get "" for it."""
+        `result` is the address, or the exception that the look-up has raised. In the second case
+        the waiters get the address ""."""
         self.is_busy = False
         if lookup.source:
             for key in source_keys(lookup.source):
@@ -12623,11 +12645,10 @@ class AnyStatus(urllib.request.HTTPErrorProcessor):
 
 
 def post_url(url, media_type, body):
-    """Make one attempt to POST a body to a URL. Return (status, retry_after), two texts.
+    """POST a body to a URL, in one attempt. Return the status and the value of Retry-After as text.
 
-    `status` is the HTTP status, or the type of the exception if there was no response. An
-    exception's message is never returned: it may contain the URL, which is a secret. `retry_after`
-    is the header of this name, or ""."""
+    If there was no response, the status is the type of the exception. Its message is never
+    returned, because it may contain the URL, which is a secret. Retry-After may be ""."""
     headers = {"Content-Type": media_type, "User-Agent": "masterserver/" + __version__}
     try:
         request = urllib.request.Request(url, body, headers)
@@ -12641,8 +12662,10 @@ def post_url(url, media_type, body):
 
 
 def retry_pause(retry_after):
-    """Return how many seconds to wait before the next attempt. `retry_after`: the response's
-    Retry-After header; unless it is a number from 1 to 9999, the pause is WEBHOOK_RETRY_S."""
+    """Return the seconds to wait before the next attempt to deliver a message.
+
+    `retry_after` is the value of the header field Retry-After, or "". If it is not a number from 1
+    to 9999, the pause is WEBHOOK_RETRY_S."""
     if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
         return int(retry_after)
     return WEBHOOK_RETRY_S
@@ -12655,7 +12678,7 @@ class Webhook(WorkerThread):
     is_dismissed = False
 
     def __init__(self, name, line):
-        """`name`: its name in [webhooks]; `line`: its value there, "FORMAT URL"."""
+        """Take a line of [webhooks]: its name, and its value, which is "FORMAT URL"."""
         # Nothing happens in the event loop after a delivery
         super().__init__("webhook " + name, post=lambda *result: None)
         self.line = line
@@ -12667,9 +12690,10 @@ class Webhook(WorkerThread):
         self.stop(0.0)
 
     def deliver(self, until, media_type, body):
-        """Send one message. If it is not accepted, try again, WEBHOOK_TRIES times in all and no
-        later than `until`, a time.monotonic(). Responses with status 429 are not counted as tries:
-        they only ask for a pause."""
+        """Send one message, in at most WEBHOOK_TRIES attempts.
+
+        Give up at the time `until`, by time.monotonic(). A response with status 429 only asks for a
+        pause, and does not count as an attempt."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -12711,15 +12735,16 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """`registry`: its servers are followed; `gauges`: figures for /metrics, where the number of
-        dropped messages is kept."""
+        """Follow the servers of a Registry. `gauges` has figures for /metrics, by name.
+
+        One of them is the number of dropped messages."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
         self.departed = []                          # keys of those that left since the last tick
-        # When there was a message: the last about each server, the latest few about each source,
-        # and the last NEWS_PER_MINUTE in all
+        # The times of messages: of the last one about each server, of the last few about servers of
+        # each source, and of the last NEWS_PER_MINUTE of all
         self.sent_at = collections.OrderedDict()
         self.sent_by_source = collections.OrderedDict()
         self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
@@ -12728,8 +12753,10 @@ class News:
         self.read(settings)
 
     def read(self, settings):
-        """Use these settings from now on. A webhook whose line in the ini is the same as before
-        goes on with its messages. All others of the old ones are dismissed."""
+        """Apply these settings, at the start and after a reload.
+
+        A webhook whose line in the ini has not changed keeps its waiting messages. The other old
+        webhooks are dismissed."""
         self.settings = settings
         old_hooks = self.hooks
         self.hooks = {}
@@ -12760,11 +12787,13 @@ class News:
         self.departed.clear()
 
     def on_registry_event(self, event, server):
-        """Remember a server that has fewer players than [notify] players. Publish a message when it
-        has reached that number. `event`: "listed", "changed" or "gone"."""
+        """Remember a server that has fewer players than [notify] players, and publish a message as
+        soon as it has so many.
+
+        `event` is "listed", "changed" or "gone"."""
         key = server.key
         if event == "gone":
-            # It may be listed again at once: the next tick() finds out
+            # The server may be listed again at once, so tick() finds out whether it has left
             if key in self.below_threshold:
                 self.departed.append(key)
             return
@@ -12790,8 +12819,8 @@ class News:
         return bool(server.aio_published_name or server.version or server.max_players)
 
     def is_news(self, server):
-        """Return whether there is to be a message about this server, whose players have just
-        reached the threshold."""
+        """Return whether to send a message about this server, which has just become popular enough.
+        """
         games = self.settings["notify.games"]
         again_after = self.settings["notify.again_after"]
         if not self.hooks:
@@ -12800,7 +12829,7 @@ class News:
             return False
         if self.settings["notify.official_only"] and not server.official:
             return False
-        # While its master could not be heard here, that master has sent the messages itself
+        # If this master could not hear the server's own master, that one has sent the message
         if not self.follows(server, self.now):
             return False
         never = -math.inf
@@ -12820,8 +12849,10 @@ class News:
         return False
 
     def publish(self, server):
-        """Record a message about this server, and send it if this master is the one that sends. A
-        message beyond NEWS_PER_MINUTE is dropped without a record."""
+        """Record a message about this server, and send it if it is for this master to send it.
+
+        If there were NEWS_PER_MINUTE messages in the last minute, the message is dropped and not
+        recorded."""
         if self.is_minute_full():
             if self.sends(self.now):
                 self.gauges["news_dropped_total"] += 1
@@ -12857,8 +12888,10 @@ class News:
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Return a list that differs from an earlier one if the ini, or a text file that it names, has
-    changed since. It has (path, modification time, size) for each file that exists."""
+    """Return the state of the ini and of the text files that it names.
+
+    It is a list of (path, modification time, size), without files that do not exist. If it differs
+    from an earlier one, a file has changed."""
     stamps = []
     for path in (settings.path, *map(settings.file, TEXT_FILES)):
         with contextlib.suppress(OSError):
@@ -12929,8 +12962,9 @@ WINDOWS_DESCRIPTORS = 512               # select() of Python on Windows takes no
 
 
 def descriptor_limit(raise_to=0):
-    """Return how many files and sockets this process may have open. First raise a limit below
-    `raise_to` to this number, or as near to it as the system allows."""
+    """Return the number of files and sockets that this process may have open.
+
+    If the limit is below `raise_to`, raise it first, as far as the system allows."""
     if WINDOWS:
         return WINDOWS_DESCRIPTORS
     limit = DESCRIPTORS_UNTOLD
@@ -12964,9 +12998,10 @@ def own_address(destination=DOCUMENTATION_ADDRESS):
 
 
 def resolve_host(host, like=""):
-    """Look up a host and return one of its addresses. If there are several, choose `like`, or else
-    the first of the same family (IPv4 or IPv6) as `like`, or else the first. Raise OSError if the
-    host is not found."""
+    """Look up a host name and return one of its addresses.
+
+    If there are several, prefer `like`, and after that the first one of the same family (IPv4 or
+    IPv6) as `like`. Raise OSError if the host is not found."""
     addresses = host_addresses(host)
     if like in addresses:
         return like
@@ -13366,28 +13401,39 @@ class MasterLogs:
         self.link.ask("SADD", self.prefix, self.name)       # tells others to look for our lease
 
     def read_other_logs(self):
-        """Return a LogUpdate for each other master that holds a lease. Remove the masters without
-        a lease from the engine's set of names."""
+        """Return a LogUpdate for each other master that holds a lease.
+
+        Masters without a lease are removed from the engine's set of names."""
         updates = []
-        records_read = {}           # made anew, so that logs that are not in use any more drop out
+        # The next exchange gets a new dict, without the logs that are not in use any more
+        records_read = {}
         for member in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
-            master = member.decode("ascii", "replace")
             lease = self.link.ask("GET", self.full_key(member))
-            log_name, _, mark = lease.partition(b" ")
-            if not log_name:
+            if not lease:
                 self.link.ask("SREM", self.prefix, member)
                 continue
-            if master == self.name or not re.fullmatch(PLAIN_NAME, master):
-                continue
-            is_new_log = log_name not in self.records_read
-            already_read = self.records_read.get(log_name, 0)
-            records = self.read_new_records(log_name, already_read)
-            records_read[log_name] = already_read + len(records)
-            entries = [self.decode_record(master, record) for record in records]
-            has_webhooks = mark == self.WEBHOOK_MARK
-            updates.append(LogUpdate(master, has_webhooks, is_new_log, entries))
+            master = member.decode("ascii", "replace")
+            is_master_name = re.fullmatch(PLAIN_NAME, master)
+            if is_master_name and master != self.name:
+                update = self.read_log(master, lease, records_read)
+                updates.append(update)
         self.records_read = records_read
         return updates
+
+    def read_log(self, master, lease, records_read):
+        """Return a LogUpdate with the new records in the log of another master.
+
+        `lease` is the value of the master's lease: the name of its log and, if the master has
+        webhooks, a space and WEBHOOK_MARK. The number of records that have been read of the log so
+        far is added to `records_read`."""
+        log_name, _, mark = lease.partition(b" ")
+        is_new_log = log_name not in self.records_read
+        already_read = self.records_read.get(log_name, 0)
+        records = self.read_new_records(log_name, already_read)
+        records_read[log_name] = already_read + len(records)
+        entries = [self.decode_record(master, record) for record in records]
+        has_webhooks = mark == self.WEBHOOK_MARK
+        return LogUpdate(master, has_webhooks, is_new_log, entries)
 
     def read_new_records(self, log_name, already_read):
         """Return the records of a log that follow the first `already_read` ones. Read at most
@@ -13471,8 +13517,9 @@ class Cluster:
     name_taken_since: Optional[float] = None
 
     def __init__(self, master_server):
-        """Have the thread connect to the engine that the settings name. Register this object with
-        the MasterServer, its registry and its news."""
+        """Join a MasterServer: its registry, its news and its protocols.
+
+        Then let the thread connect to the engine that the settings name."""
         settings = master_server.settings
         self.master_server = master_server
         self.registry = master_server.registry
@@ -13507,8 +13554,9 @@ class Cluster:
     # Exchanges
 
     def start_exchange(self, now):
-        """Have the thread exchange changes with the engine, or connect first if there is no
-        connection. on_exchange_end() gets the result."""
+        """Let the thread exchange changes with the engine, or connect if there is no connection.
+
+        The result is passed to on_exchange_end()."""
         if self.logs.link is None:
             self.pending = {}                   # the first exchange will send the whole list
             self.thread.submit(self.logs.connect, self.on_exchange_end)
@@ -13533,8 +13581,9 @@ class Cluster:
                 or self.logs.appended_bytes > CLUSTER_LOG_BYTES)
 
     def pending_records(self, epoch):
-        """Return `pending` as records for MasterLogs.exchange(). `epoch`: wall clock minus
-        monotonic clock, in seconds."""
+        """Return the servers in `pending` as records for MasterLogs.exchange().
+
+        `epoch` is the wall clock minus the monotonic clock, in seconds."""
         records = []
         for (game, address, port), server in self.pending.items():
             if server is None:
@@ -13549,10 +13598,10 @@ class Cluster:
         return records
 
     def on_exchange_end(self, result, now):
-        """Handle the end of connect() or exchange() in the thread, and start the next exchange.
+        """Handle the result of connect() or exchange(), and start the next exchange.
 
-        `result`: None from connect(), a list of LogUpdates from exchange(), or the exception that
-        one of them raised."""
+        `result` is None from connect(), a list of LogUpdates from exchange(), or the exception that
+        one of them has raised."""
         if isinstance(result, Exception):
             self.logs.disconnect()
             self.linked_at = 0.0
@@ -13594,25 +13643,26 @@ class Cluster:
     # Other masters' servers
 
     def remember_update(self, update, now):
-        """Store the servers of a LogUpdate in `remote_servers`, up to CLUSTER_SERVERS servers of
-        all masters, and publish the changes in our list."""
+        """Apply the LogUpdate of another master to its servers, and to our list."""
         self.heard_at[update.master] = now
         servers = self.remote_servers[update.master]
-        changed_keys = dict.fromkeys(entry.key for entry in update.entries)     # a set in order
+        changed_keys = [entry.key for entry in update.entries]
         if update.is_new_log:
-            # The log has all servers of its master: those that are missing in it have left
-            changed_keys.update(dict.fromkeys(servers))
+            # A new log begins with all servers of its master. Those that it lacks have left
+            changed_keys += servers
             servers.clear()
-        room = CLUSTER_SERVERS - sum(map(len, self.remote_servers.values()))
         for key, server in update.entries:
-            old_server = servers.pop(key, None)
-            if old_server is not None:
-                room += 1
-            if server is not None and room > 0:
+            servers.pop(key, None)
+            if server is not None and self.has_room_for_server():
                 servers[key] = server
-                room -= 1
-        for key in changed_keys:
+        without_duplicates = dict.fromkeys(changed_keys)
+        for key in without_duplicates:
             self.publish_entry(key)
+
+    def has_room_for_server(self):
+        """Return whether another server may be remembered. All other masters share the limit."""
+        count = sum(map(len, self.remote_servers.values()))
+        return count < CLUSTER_SERVERS
 
     def publish_entry(self, key):
         """Bring one server of our list up to date with what other masters know about it.
@@ -13669,8 +13719,9 @@ class Cluster:
         self.registry.update(server, fields)
 
     def on_registry_event(self, event, server):
-        """Have the next exchange send a server of our own that was listed, has changed or has left
-        (`event` is "listed", "changed" or "gone")."""
+        """Mark a server of our own for the next exchange.
+
+        `event` says whether it was "listed", has "changed" or is "gone"."""
         if event == "gone":
             self.pending[server.key] = None
             self.publish_entry(server.key)      # another master may still know the server
@@ -13713,9 +13764,10 @@ class Cluster:
                 self.publish_entry(key)
 
     def tick(self, now):
-        """Once a second: remove servers of masters that have stopped, list servers for which
-        there is room now, keep the other remote servers listed, and update the figures of
-        /healthz."""
+        """Bring the servers of other masters, and the figures of /healthz, up to date.
+
+        This is called once a second. Servers of masters that have stopped are removed. Servers for
+        which the list has room now are added."""
         self.expire_masters(now)
         self.list_those_without_room()
         server_counts = self.keep_remote_servers(now)
@@ -13729,8 +13781,9 @@ class Cluster:
             reconnects_total=max(0, self.tally.connections - 1))
 
     def keep_remote_servers(self, now):
-        """Keep other masters' servers from expiring while there is a link. Return how many listed
-        servers each master has heard, as a Counter by the master's name."""
+        """Let the servers of other masters not expire as long as there is a link.
+
+        Return the number of listed servers that each master has heard, by the master's name."""
         counts = collections.Counter({self.name: 0})
         for servers in self.registry.games.values():
             for server in servers.values():
@@ -14723,7 +14776,7 @@ class Announcement:
         """Return the Announcer for one master, which the user names as HOST or HOST:PORT.
 
         Raise ValueError if the host cannot be a host name."""
-        host, named_port = read_place(master)
+        host, named_port = read_host_and_port(master)
         ascii_host = host.encode("idna").decode("ascii")
         port = named_port or announcer_class.master_port
         return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
@@ -15477,7 +15530,7 @@ LISTS: Any = {
 
 # --- What all commands use -----------------------------------------------------------------------
 
-def read_place(text):
+def read_host_and_port(text):
     """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
 
     The port is None if the text does not have one. Raise ValueError for text in another format."""
@@ -16063,7 +16116,7 @@ def ping_arguments(parser):
 
 def list_arguments(parser):
     """Add the arguments of `list`."""
-    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_place),
+    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_host_and_port),
                         help="the master; without a port on its game's default")
     game_arguments(parser, LISTS)
     parser.add_argument("--protocol", type=int, default=68,
@@ -16076,7 +16129,7 @@ def export_arguments(parser):
     add = parser.add_argument
     _, default_port = LISTS["hyperbol"]
     add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
-    add("master", metavar="HOST[:PORT]", type=argument(read_place),
+    add("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
         help="the master; on port %d if none is given" % default_port)
     add("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
     add("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),

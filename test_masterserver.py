@@ -11949,8 +11949,8 @@ class ServingTest(unittest.TestCase):
         for text, place in (("a.example", ("a.example", None)), ("a.example:7", ("a.example", 7)),
                             ("192.0.2.1", ("192.0.2.1", None)), ("::1", ("::1", None)),
                             ("[::1]:7", ("::1", 7)), ("[::1]", ("::1", None))):
-            self.assertEqual(ms.read_place(text), place)
-        self.assertRaises(ValueError, ms.read_place, "")
+            self.assertEqual(ms.read_host_and_port(text), place)
+        self.assertRaises(ValueError, ms.read_host_and_port, "")
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no full device here")
     def test_a_standard_output_that_takes_nothing(self) -> None:
