@@ -1266,8 +1266,8 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
 def source_key(address):
     """Return the source that an address belongs to, as text. Limits hold for sources.
 
-    An IPv4 address is a source by itself. An IPv6 address belongs to its network /64, because one
-    host can have all the addresses in it."""
+    An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+    to its network /64, because one host can have all the addresses in it."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1973,9 +1973,11 @@ class Registry:
         if server is None or self.get(*server.key) is not server:
             return
         self.detach(server)
-        has_other_servers = bool(self.games[server.game])
-        if not has_other_servers and self.titles.pop(server.game, ""):
-            del self.games[server.game], self.title_sources[server.game]
+        is_last_of_game = not self.games[server.game]
+        if is_last_of_game and server.game in self.titles:
+            del self.games[server.game]
+            del self.titles[server.game]
+            del self.title_sources[server.game]
         self.changed("gone", server)
 
     def detach(self, server):
@@ -3885,7 +3887,7 @@ class PolledGame(Querier):
         server_before = self.listed_server(target)
         was_responding = server_before is not None and server_before.responding
         try:
-            server = self.list_answer(target, fields, now, lifetime)
+            server = self.list_under_named_game(target, fields, now, lifetime)
         except Refused as refused:
             self.record_outcome(source, port, refused.outcome, now, str(refused))
             self.registry.remove_own(server_before)
@@ -3897,11 +3899,13 @@ class PolledGame(Querier):
             self.record_outcome(source, port, "listed", now)
         return server
 
-    def list_answer(self, target, fields, now, lifetime):
-        """Put the target's server into the list under the game that its answer names.
+    def list_under_named_game(self, target, fields, now, lifetime):
+        """List the target's server, or refresh it, under the game that its answer names.
 
         If the server was listed under another game, it leaves that game's list. Return the Server.
         Raise Refused if it may not be listed."""
+        # An answer shows that the server responds, and verifies it. list_silent() has no answer,
+        # and sets `responding` to False
         complete_fields = {"responding": True, "verified": "query", **fields}
         source = target.address
         game = self.admitted_game(source, complete_fields)
@@ -7115,21 +7119,20 @@ def parse_quake3_question(pieces):
         getserversExt gamename protocol [filter ...]
 
     Raise Malformed if the packet begins with neither word, or has no protocol number."""
-    # A word that is missing is read as b"", which is refused below
-    command, *arguments = pieces or [b""]
+    # Missing words are read as b"", which is neither a command nor a number nor a filter
+    words = list(pieces) + [b"", b"", b""]
+    command, first_argument, *arguments = words
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
-    first, *following = arguments or [b""]
-    # Without a gamename, a getservers begins with the protocol number
-    has_gamename = is_extended or not QUAKE3_NUMBER.fullmatch(first)
-    if has_gamename:
-        gamename = first
-        protocol, *filters = following or [b""]
-    else:
+    is_without_gamename = not is_extended and QUAKE3_NUMBER.fullmatch(first_argument)
+    if is_without_gamename:
         gamename = b""
-        protocol = first
-        filters = following
+        protocol = first_argument
+        filters = arguments
+    else:
+        gamename = first_argument
+        protocol, *filters = arguments
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
     wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
@@ -9373,7 +9376,7 @@ def render_server_row(server, spark, title):
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     before_seen = (
-        f'<tr role="row"{row_state(server)}>'
+        f'<tr role="row"{row_class_attribute(server)}>'
         f'<td role="cell"><a href="/server?game={game}&amp;address={address}'
         f'&amp;port={server.port}"><bdi>{name}</bdi></a>{render_badges(server)}'
         f'<td role="cell">{escape(title)}'
@@ -9388,7 +9391,7 @@ def render_server_row(server, spark, title):
     return before_seen, after_seen
 
 
-def row_state(server):
+def row_class_attribute(server):
     """Return the class attribute for the row of an empty or a full server, "" for any other."""
     if not server.players:
         return ' class="empty"'
@@ -10381,7 +10384,8 @@ class Web(TcpProtocol):
     def tick(self, now):
         """Drop all cached responses once a second, because servers have changed and so have ages.
 
-        A list is rendered again when the next client asks for it."""
+        A list is rendered again when the next client asks for it. If the hourly player counts have
+        changed, the rows with their sparklines are rendered again too."""
         self.forget_responses()
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
@@ -10760,7 +10764,7 @@ def servers_xml(elements, wall):
 
 
 def get_servers_xml(web, request):
-    """Return the response with the list of a game in the XML of Hyperbol's document.
+    """Return the response with the list of a game in XML, in the format of Hyperbol's document.
 
     The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
     def render(servers, wall):
@@ -12173,8 +12177,9 @@ class TcpConnection:
             self.wait_for_next(now)
 
     def wait_for_next(self, now):
-        """Decide what to wait for: room for output, the session's job, or input. If the session is
-        done and its output is written, begin to linger."""
+        """Decide what the connection waits for now: room for output, the session's job, or input.
+
+        If the session is done and all its output is written, the connection begins to linger."""
         session = self.session
         if self.is_closed():
             return
@@ -12195,10 +12200,12 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Give the session the result of its job, or the exception that the job raised. Do nothing
-        if the session timed out during the job, and so has answered 503 already."""
-        has_waited = self.events == NO_EVENTS
-        if has_waited and not self.is_closed():
+        """Pass the result of the session's job, or the exception that it raised, to the session.
+
+        Do nothing if the session does not wait for it any more: it has timed out during the job,
+        and has answered 503 already."""
+        still_waits = self.events == NO_EVENTS
+        if still_waits and not self.is_closed():
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
@@ -14649,9 +14656,9 @@ class HyperbolAnnouncer(HttpAnnouncer):
         """Return the answer to a query: the byte 02 and a timestamp, which the answer repeats.
 
         Raise Malformed for other data."""
-        if len(data) != HYPERBOL_MESSAGE_HEAD.size:
-            raise Malformed("a query is 02 and a timestamp")
-        message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
+        message_type = timestamp = None
+        if len(data) == HYPERBOL_MESSAGE_HEAD.size:
+            message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
         if message_type != HYPERBOL_QUERY:
             raise Malformed("a query is 02 and a timestamp")
         server = self.server
@@ -14664,7 +14671,7 @@ class HyperbolAnnouncer(HttpAnnouncer):
             port=server.port,
             flags=0,
             version=text_field(server.version, HYPERBOL_VERSION_BYTES),
-            # Nobody announces the factions and the skill
+            # No game server announces its players by faction, or its skill
             imf=0, syndicate=0, republic=0, skill=0)
         head = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_ANSWER, timestamp)
         return head + HYPERBOL_INFO.pack(*info)
@@ -15155,7 +15162,7 @@ def check_deadline(deadline):
 
 
 def ping_subspace(host, port):
-    """Query a zone of SubSpace: return its players, those playing, its arenas, and its ping.
+    """Query a zone of SubSpace. Return its players, how many of them play, its arenas and its ping.
 
     The poll has several questions, and some zones answer only the first."""
     poll = ZonePoll()
@@ -15975,9 +15982,10 @@ def fetch_export_list(arguments):
 
 
 def query_servers(entries):
-    """Query the servers of a list, many at once, and return a Server for each entry.
+    """Query the servers of a list, EXPORT_AT_ONCE at a time, and return a Server for each entry.
 
-    After EXPORT_TOTAL_S no further queries are sent."""
+    After EXPORT_TOTAL_S no further queries are sent, and the remaining servers are marked as not
+    responding."""
     deadline = time.monotonic() + EXPORT_TOTAL_S
     query = functools.partial(queried_server, deadline=deadline)
     with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
