@@ -142,8 +142,8 @@ LOOKUP_TURNS = 1024
 # So many game servers of one source may wait for the same look-up. If each is a Luanti server with
 # the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, answers that are being sent get this long
-STOP_DISK_S = 5.0                   # at a stop, a batch that is being written gets this long
+STOP_S = 2.0                        # at a stop, answers that are being sent have this long to end
+STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
 # Descriptors that are kept free for listeners, the database and the log
 DESCRIPTORS_KEPT = 40
 # The limit of descriptors if the system does not tell it. It is macOS's
@@ -210,7 +210,7 @@ GZIP_MIN_BYTES = 600
 GZIP_LEVEL = 3
 # The shortest time between two renderings of a long list, however many clients ask for it
 RENDER_S = 1.0
-# A short list may be rendered sooner: after this time for each of its servers
+# A short list may be rendered again sooner: after this much time per server in it
 RENDER_SERVER_S = 0.0001
 # Browsers and proxies may keep a response for this long. The page asks for a new one as often
 CACHE_S = 5
@@ -1109,7 +1109,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode bytes of an unknown encoding and clean the text.
 
     The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
-    end. Otherwise it is taken for Windows-1252."""
+    end. Otherwise it is assumed to be Windows-1252."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -1585,7 +1585,7 @@ class Rules:
     def operator_marks(self, endpoint):
         """Return the operator's marks for the server at an (address, port).
 
-        They are whether it is official, and its priority, which is 0 by default."""
+        The marks are whether the server is official, and its priority, which is 0 by default."""
         return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
 
@@ -1726,13 +1726,13 @@ class PacketOutcome(NamedTuple):
 class PacketOutcomes:
     """The outcomes of the last packets, by source, protocol and announced port.
 
-    At most OUTCOMES_PER_SOURCE are kept of one source, and OUTCOMES_KEPT of all. If there are more,
-    those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S are
-    added in a second."""
+    At most OUTCOMES_PER_SOURCE are kept for one source, and OUTCOMES_KEPT in total. If there are
+    more, those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S
+    are added in a second."""
 
     def __init__(self):
         """Begin without any outcomes."""
-        # By source_key(), and then by (source, protocol, port); the latest ones stand at the end
+        # By source_key(), and then by (source, protocol, port). The latest outcomes are at the end
         self.by_source = collections.OrderedDict()
         self.total = 0
         self.second_ends = 0.0          # when the present second ends
@@ -1856,8 +1856,8 @@ class Registry:
         """List a server or, if this master has listed it already, refresh it. Return the Server.
 
         `source` is the address that its packet came from, `lifetime` the seconds that it stays
-        listed, and `fields` has the attributes of Server that it has announced. `pinned` says that
-        the ini names the server. Raise Refused if the rules or a limit forbid it."""
+        listed, and `fields` holds the attributes of Server that it has announced. `pinned` says
+        that the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
@@ -2281,9 +2281,9 @@ JUMP_S = HOUR
 # days, and then all samples seem to lie in the future
 AHEAD_S = MONTH
 
-# The table `server` holds every server that was seen within a year. A row with address '' and port
-# 0 stands for all servers of a game together. Two rows with game '' are about the file itself. The
-# port of the first is a number that identifies this installation. The second, with port -1,
+# The table `server` holds every server that was seen in the last year. A row with address '' and
+# port 0 stands for all servers of a game together. Two rows with game '' are about the file itself.
+# The port of the first is a number that identifies this installation. The second, with port -1,
 # describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
 # time of the last sample.
 #
@@ -2676,7 +2676,7 @@ class Database:
         """Compute the samples of quarters and hours from the latest blocks of minutes.
 
         Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        To compute the same samples again does no harm."""
+        Computing the same samples again does no harm."""
         hour, = db.execute(
             "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
             {"step": MINUTE, "minute": minute}).fetchone()
@@ -2976,7 +2976,7 @@ class SavedList:
         self.hourly_players = {}        # the last result of Database.hourly_players()
         # The time at which the present batch was begun; None if no batch is being written
         self.batch_began: Optional[float] = None
-        # The minute, counted from 1970, in which a batch last had all servers
+        # The minute, counted from 1970, of the last batch that contained all servers
         self.sampled_minute = -1.0
 
     def restore(self, now, wall, protocols):
@@ -3228,7 +3228,7 @@ class TcpProtocol:
         return session
 
     def serves(self, server: Server) -> bool:
-        """Return whether this server announces itself here, as in UdpProtocol."""
+        """Return whether this server announces itself here; see UdpProtocol.serves()."""
         return server.game == self.game
 
     def tick(self, now: float) -> None:
@@ -3879,7 +3879,7 @@ class PolledGame(Querier):
     def list_polled(self, target, fields, now, lifetime=math.inf):
         """List the target's server with the contents of its answer, or refresh it.
 
-        `fields` has attributes of Server by name; `lifetime` is in seconds. Return the Server, or
+        `fields` holds attributes of Server by name; `lifetime` is in seconds. Return the Server, or
         None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
         any more unless the ini names it."""
         source = target.address
@@ -3922,7 +3922,7 @@ class PolledGame(Querier):
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
 
-        `source` is the server's address, `fields` has attributes of Server. Raise Refused if the
+        `source` is the server's address, `fields` holds attributes of Server. Raise Refused if the
         game is not listed here."""
         return self.game
 
@@ -4005,8 +4005,8 @@ ICEBALL_PROOF_LIFETIMES = 2
 # The low bits of a version number are the build. If they are all 0 in a version that the settings
 # accept, every build of that version is accepted
 ICEBALL_BUILD_BITS = 1023
-# How many BADV and BADF one source gets, per second and at once. A server sends a burst of five
-# announcements every 40 s, so each of them can be answered
+# The limit of BADV and BADF replies to one source: (a second, in one burst). A server sends a burst
+# of five announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
 # /check records this port for a packet whose announced port was not read
 ICEBALL_UNKNOWN_PORT = 0
@@ -4079,7 +4079,7 @@ class Iceball(UdpProtocol):
     announcement, and the announcement itself without the zeros at its end. A listed server that
     repeats its announcement is refreshed at once.
 
-    The server's address is the source of the datagram; its port stands in the announcement. The
+    The server's address is the source of the datagram; its port is in the announcement. The
     same UDP port serves the first draft of the protocol: its packets begin with a byte from 1 to 7,
     which no packet above has.
     """
@@ -4320,7 +4320,7 @@ class Iceball(UdpProtocol):
     def list_proven(self, source, port, fields, now, claimed_address=""):
         """List or refresh a server that has proven that it receives packets at `source`.
 
-        `port` is its game port, and `fields` has attributes of Server. `claimed_address` is the
+        `port` is its game port, and `fields` holds attributes of Server. `claimed_address` is the
         address that it gives itself, or "". Return the Server, or None if it is refused. Record
         either for /check."""
         registry = self.registry
@@ -4504,8 +4504,8 @@ class IceballDraft:
     def list_session(self, session, peer, fields, now):
         """List or refresh the game server of this session, and prolong the session.
 
-        `fields` has attributes of Server. Return the Server, or None if it is refused; the session
-        then stays as it is."""
+        `fields` holds attributes of Server. Return the Server, or None if it is refused; the
+        session then stays as it is."""
         source, _ = peer
         server = self.iceball.list_proven(
             source, session.port, fields, now, session.claimed_address)
@@ -5006,7 +5006,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def datagram(self, data, peer, now):
         """Handle a ping, a zone's answer to our ping, or an announcement from `peer`.
 
-        Returns the replies as [(datagram, peer)]. Raises Malformed for any other datagram, and
+        Return the replies as [(datagram, peer)]. Raise Malformed for any other datagram, and
         Limited for a ping that a rate limit rejects. /check shows the reason to the sender of a
         malformed or refused announcement."""
         source, source_port = peer[:2]
@@ -5037,7 +5037,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_ping(self, data, peer, now):
         """Handle a datagram of 4 or 8 bytes: a ping to this master, or a zone's answer to our ping.
 
-        Returns the replies as [(datagram, peer)]; an answer gets none. Raises Limited for a ping
+        Return the replies as [(datagram, peer)]. An answer gets no reply. Raise Limited for a ping
         that a rate limit rejects."""
         source, source_port = peer[:2]
         endpoint = endpoint_text(source, source_port).encode()
@@ -5059,7 +5059,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def answer_ping(self, ping, peer, now):
         """Return the answer to a ping of 4 or 8 bytes, as [(datagram, peer)].
 
-        The answer describes this master like a zone in which each game is one arena. Raises Limited
+        The answer describes this master like a zone in which each game is one arena. Raise Limited
         if a limit forbids an answer of this size."""
         source, _ = peer[:2]
         arenas = []
@@ -5129,7 +5129,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
 
         `source` is the zone's address. A zone that announces no name gets its endpoint as its name.
-        Returns the ping as [(datagram, peer)], or [] if nothing is to be sent. Raises Refused if a
+        Return the ping as [(datagram, peer)], or [] if nothing is to be sent. Raise Refused if a
         rule, a limit or another owner of the zone or the name forbids the announcement."""
         address = self.rules.listed_address(source)
         port = announcement.port
@@ -5155,8 +5155,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_http_announcement(self, source, port, fields, now):
         """Handle an announcement that came by HTTP; the next tick() pings the zone.
 
-        `source` and `port` are the zone's address and port. `fields` has attributes of Server by
-        name; "players" is ignored, because the zone's answers tell the players. Raises Refused if
+        `source` and `port` are the zone's address and port. `fields` holds attributes of Server by
+        name; "players" is ignored, because the zone's answers tell the players. Raise Refused if
         the zone cannot or may not be listed."""
         if ":" in source or port > MAX_ZONE_PORT:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to %d only; "
@@ -5187,7 +5187,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def ping_zone(self, source, announcement, now):
         """Store an announcement until the zone has answered a ping, and return that ping.
 
-        The ping is returned as [(datagram, peer)]. Returns [] if an announcement of the same zone
+        The ping is returned as [(datagram, peer)]. Return [] if an announcement of the same zone
         by another announcer is already waiting: its ping has been sent."""
         source_limit = self.rules.max_servers_per_source
         if self.rules.exempts(source):
@@ -5221,8 +5221,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Return True if an announcement only says again what is listed about a zone.
 
         `owner` is the ZoneOwner of the listed zone, or None. The announcement may come from another
-        UDP port than the owner's, because a router may have changed the port. It then needs the
-        same password, and an owner who is not silent."""
+        UDP port than the owner's, because a router may have changed the port. In that case the
+        password must be the same, and the owner must not be silent."""
         announcer = announcement.owner
         if owner is None or owner.password_hash != announcer.password_hash:
             return False
@@ -5307,8 +5307,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Read a zone's answer to the open question of its poll.
 
-        Returns None if another question follows. Otherwise updates the listed zone and returns b"",
-        which means that nothing is sent. Raises Malformed if `data` does not answer the
+        Return None if another question follows. Otherwise update the listed zone and return b"",
+        which means that nothing is sent. Raise Malformed if `data` does not answer the
         question."""
         poll = target.querier_data
         is_complete = poll.read_answer(data, target.nonce)
@@ -5393,7 +5393,7 @@ def create_zone_owner(source_port, password):
 def read_zone_owner(zone):
     """Return the ZoneOwner that is stored in `zone.zone_owner`, a dict of texts.
 
-    Returns None if nobody has announced the zone, or if the texts are invalid. They may come from
+    Return None if nobody has announced the zone, or if the texts are invalid. They may come from
     the disk or from another master, so they are not trusted."""
     port_text = zone.zone_owner.get("port", "")
     password_hash = zone.zone_owner.get("password", "")
@@ -5427,7 +5427,7 @@ def parse_zone_announcement(data, source_port):
     """Return the ZoneAnnouncement in a datagram that came from the UDP port `source_port`.
 
     The format is ip[4] port.u16 players.u16 scores.u16 version.u32 name[32] password[48]
-    description, 95 to 480 bytes. The ip and the players are ignored. Raises Malformed for another
+    description, 95 to 480 bytes. The ip and the players are ignored. Raise Malformed for another
     length, and for a port from which no zone can announce or at which no zone can be pinged."""
     if not ZONE_ANNOUNCEMENT_HEAD.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
         raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
@@ -5493,7 +5493,7 @@ class WaitingAnnouncements:
     def add(self, source, announcement, source_limit, now):
         """Store an announcement by this source, and return True.
 
-        Returns False, and changes nothing, if another announcer's announcement of the zone is still
+        Return False, and changes nothing, if another announcer's announcement of the zone is still
         protected. The oldest announcements are dropped if this source has more than `source_limit`,
         or if there are too many in all."""
         port = announcement.port
@@ -5587,7 +5587,7 @@ class ZonePoll:
     def read_answer(self, data, nonce):
         """Read the answer to the question that build_question() last built with this nonce.
 
-        Returns True if the poll is complete, and False if there is another question. Raises
+        Return True if the poll is complete, and False if there is another question. Raise
         Malformed if `data` has another timestamp or a wrong size."""
         expected_timestamp = struct.pack("<I", nonce)
         if not PING_HEAD.size <= len(data) <= PING_ANSWER_BYTES_ACCEPTED:
@@ -5603,7 +5603,7 @@ class ZonePoll:
     def read_total(self, data, expected_timestamp):
         """Read the answer to the first question: total.u32 and the timestamp.
 
-        Returns False, because another question follows. Raises Malformed if `data` has another
+        Return False, because another question follows. Raise Malformed if `data` has another
         timestamp or more bytes."""
         expected_size = PING_SHORT_ANSWER.size
         total, timestamp = PING_SHORT_ANSWER.unpack_from(data)
@@ -5616,7 +5616,7 @@ class ZonePoll:
     def read_options(self, options, blocks):
         """Read the blocks of an answer: the summary and the arenas, if `options` has their bits.
 
-        Returns True if the poll is complete, and False if there is another question."""
+        Return True if the poll is complete, and False if there is another question."""
         if options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
             total, playing = PING_COUNTS.unpack_from(blocks)
             # A higher total than in the first answer means that this zone is one of several that
@@ -5674,10 +5674,10 @@ LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a
 LINK_WINDOW = 4                     # packets in flight: deployed clients are used to this many
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
 LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
-# One datagram gets at most this many answers to its packets. A cluster could ask for seventy.
+# One datagram gets at most this many answers. A cluster could contain seventy packets that need one
 LINK_ANSWERS_PER_DATAGRAM = 8
-# A peer that acknowledges nothing for this long has gone. Until then twenty packets in a row were
-# lost, or 10 kB went to a forged address.
+# A peer that has not acknowledged anything for this long has gone. By then twenty packets in a row
+# have been lost, or 10 kB have been sent to a forged address
 LINK_IDLE_S = 20.0
 # Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
 # clients accept.
@@ -5686,7 +5686,9 @@ LINK_PACKET_BYTES = 520             # the longest packet that any end sends
 
 
 class SubSpaceLink:
-    """Run one end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
+    """One end of a connection by the SubSpace core protocol, unencrypted.
+
+    The packets of this protocol begin with 00:
 
         00 03 seq[4] packet                     reliable: handled in order and acknowledged; sent
                                                 again until it is acknowledged
@@ -5695,13 +5697,13 @@ class SubSpaceLink:
         00 07                                   disconnect
         00 0e {len.u8 packet}*                  cluster
 
-    `receive` and `tick` return datagrams for the peer. `payloads` yields the packets that are to be
-    sent reliably; it is read no faster than the peer acknowledges them. `is_closed` is True once
-    the peer has disconnected, or has acknowledged nothing for LINK_IDLE_S.
+    `receive` and `tick` return datagrams for the peer. `payloads` yields the packets to send
+    reliably. It is read only as fast as the peer acknowledges them. `is_closed` becomes True if the
+    peer disconnects, or has not acknowledged anything for LINK_IDLE_S.
     """
 
     def __init__(self, now, payloads=()):
-        """Begin a link at the time `now`. `payloads` are sent reliably, in this order."""
+        """Begin a link at the time `now`. The `payloads` are sent reliably, in this order."""
         self.payloads = iter(payloads)
         self.in_flight = {}             # (packet, time when it was sent last) by sequence number
         self.sequence = 0               # the number of our next reliable packet
@@ -5710,7 +5712,7 @@ class SubSpaceLink:
         self.is_closed = False
 
     def receive(self, data, now):
-        """Handle a datagram from the peer; return the datagrams for the peer."""
+        """Handle a datagram from the peer. Return the datagrams to send to the peer."""
         answers = []
         for packet in split_cluster(data):
             answers += self.handle_packet(packet, now)
@@ -5718,9 +5720,9 @@ class SubSpaceLink:
         return permitted_answers + self.tick(now)
 
     def tick(self, now):
-        """Return the datagrams that are due: packets that seem lost, and then new ones.
+        """Return the datagrams that are due: packets that were probably lost, and then new ones.
 
-        Marks the link as closed if the peer has been silent for too long."""
+        Mark the link as closed if the peer has been silent for too long."""
         if now - self.active_at > LINK_IDLE_S:
             self.is_closed = True
         self.fill_window()
@@ -5735,28 +5737,30 @@ class SubSpaceLink:
         return due
 
     def on_packet(self, packet, now):
-        """Handle a packet of a type that this class does not know.
+        """Handle a packet whose type is not a part of the core protocol.
 
-        Subclasses handle the types that they know. All other packets are ignored."""
+        This base class ignores it. Subclasses handle the types that they need."""
 
     def allow_packet(self, packet, now):
-        """Count a reliable packet against the limits; return True if it may be sent now.
+        """Count a reliable packet against the limits. Return whether it may be sent now.
 
-        A packet that may not be sent now is tried again later. This base class has no limits."""
+        If not, tick() tries again later. This base class has no limits."""
         return True
 
     def limit_answers(self, answers, received_bytes, now):
-        """Return those answers to a datagram of `received_bytes` bytes that may be sent."""
+        """Return those of the answers to a datagram that may be sent.
+
+        The datagram had `received_bytes` bytes, which subclasses compare with the answers."""
         return answers[:LINK_ANSWERS_PER_DATAGRAM]
 
     @property
     def is_proven(self):
-        """Return True if the peer has acknowledged a packet, so that its address seems real."""
-        # Then fewer packets are in flight than were numbered.
+        """Has the peer acknowledged a packet? Then its address is probably not forged."""
+        # Acknowledged packets have a number, but are not in flight any more
         return self.sequence > len(self.in_flight)
 
     def handle_packet(self, packet, now):
-        """Handle one packet that is no cluster; return its answers, at most one."""
+        """Handle a packet that is not a cluster. Return a list with its answer, if it has one."""
         packet_type = packet[:2]
         if packet_type == LINK_DISCONNECT:
             self.is_closed = True
@@ -5773,14 +5777,15 @@ class SubSpaceLink:
         return []
 
     def on_reliable(self, packet, now):
-        """Handle a reliable packet of the peer; return its acknowledgement.
+        """Handle a reliable packet of the peer. Return a list with its acknowledgement.
 
-        Returns [] if an earlier packet is missing: the peer will send this packet again."""
+        Return [] if an earlier packet is missing. The peer will then send this packet again."""
         number_bytes = packet[2:6]
         number = int.from_bytes(number_bytes, "little")
         if number > self.expected:
             return []
-        # A lower number comes again if our acknowledgement was lost.
+        # A packet with a lower number was sent again, because our acknowledgement was lost. It is
+        # acknowledged again, and otherwise ignored
         if number == self.expected:
             self.expected += 1
             self.active_at = now
@@ -5789,17 +5794,17 @@ class SubSpaceLink:
         return [LINK_ACKNOWLEDGEMENT + number_bytes]
 
     def on_acknowledgement(self, packet, now):
-        """Take the packet that the peer acknowledges out of `in_flight`."""
+        """Remove the packet that the peer acknowledges from `in_flight`."""
         number = int.from_bytes(packet[2:6], "little")
         if number in self.in_flight:            # otherwise the acknowledgement came twice
             del self.in_flight[number]
             self.active_at = now
 
     def fill_window(self):
-        """Move payloads into `in_flight`, as far as the window allows; tick() sends them.
+        """Number the next payloads, as many as the window allows, and put them into `in_flight`.
 
-        The window begins at the oldest packet that is not acknowledged. It holds a single packet
-        until the peer is proven."""
+        tick() sends them. The window begins at the oldest packet that is not acknowledged. It has
+        room for a single packet until the peer has proven its address."""
         window = LINK_WINDOW if self.is_proven else 1
         oldest = min(self.in_flight, default=self.sequence)
         window_end = oldest + window
@@ -5812,10 +5817,10 @@ class SubSpaceLink:
 
 
 def split_cluster(data):
-    """Yield the packets of a datagram in order: those of a cluster, or else the datagram itself.
+    """Yield the packets in a datagram, in order. A datagram that is not a cluster is one packet.
 
-    A cluster may hold clusters. Each packet in a cluster has at most 255 bytes, so they are nested
-    less than a hundred deep."""
+    A cluster may contain other clusters. A packet in a cluster has at most 255 bytes, so the depth
+    of nesting is less than a hundred."""
     if data[:2] != LINK_CLUSTER:
         yield data
         return
@@ -5827,21 +5832,23 @@ def split_cluster(data):
 
 
 def build_sync_answer(packet, now):
-    """Return the answer to a sync packet: the peer's time, and ours in hundredths of a second."""
+    """Return the answer to a sync packet. It has the peer's time and ours, both as u32.
+
+    Our time is in hundredths of a second."""
     peer_time = packet[2:6]
     hundredths = int(now * 100)
     own_time = struct.pack("<I", hundredths & 0xFFFFFFFF)
     return LINK_SYNC_ANSWER + peer_time + own_time
 
 
-# So many bytes of lists go to one address that acknowledges them, a second / at once. A list of
-# 5,000 zones is therefore sent as fast as the link can.
+# The bytes of lists for one address that acknowledges them: (a second, at once). A list of 5,000
+# zones is not slowed down by this limit
 LIST_RATE_PER_ADDRESS = 100_000, 1_000_000
-# So many go to all these addresses together. This limit is needed, because our sequence numbers
-# begin at 0: somebody with a forged address can acknowledge packets without receiving them.
+# The same for all these addresses together. This limit is needed because our sequence numbers begin
+# at 0, so somebody with a forged address can acknowledge packets without receiving them
 LIST_RATE_IN_TOTAL = 500_000, 4_000_000
-# The IPv4 and UDP headers of a datagram. They count, because a cluster of many packets has one such
-# header, and each answer to these packets has its own.
+# The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
+# header, but each of the answers to these packets has its own
 UDP_HEADER_BYTES = 28
 MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
 ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
@@ -5849,11 +5856,11 @@ ZONE_LIST_TYPE = b"\1"              # begins a list
 
 
 class SubSpaceList(UdpProtocol):
-    """Serve SubSpace's list port: one exchange with each peer, over the protocol of SubSpaceLink.
+    """SubSpace's list port: one exchange with each peer, by the protocol of SubSpaceLink.
 
         > 00 01 key[4] VV 00                    connect, VV 01 or 11
         < 00 02 key[4]                          the same key: no encryption
-        > 00 03 00000000 01 minplayers[4]       which zones
+        > 00 03 00000000 01 minplayers[4]       request for zones with so many players
         < 00 04 00000000
         < 00 03 seq[4] 00 0a total[4] …         at most 480 bytes of the list; and so on
         > 00 04 seq[4]
@@ -5862,11 +5869,11 @@ class SubSpaceList(UdpProtocol):
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
 
-    Nothing in the exchange proves the peer's address. Before its first acknowledgement, therefore,
-    one packet is in flight, a datagram gets one answer at most, and all such peers share one bucket
-    for the bytes that are sent beyond those that were received. Because an acknowledgement can be
-    sent without having received anything, LIST_RATE_IN_TOTAL limits these surplus bytes afterwards,
-    those of answers as well as those of lists.
+    Nothing in the exchange proves the peer's address. So before the first acknowledgement only one
+    packet is in flight, a datagram gets one answer at most, and all such peers share one bucket for
+    surplus bytes, that is, those that are sent beyond those that were received. A peer can send
+    acknowledgements without receiving anything, so LIST_RATE_IN_TOTAL limits the surplus of all
+    other peers.
     """
 
     datagram_bytes = LINK_PACKET_BYTES
@@ -5881,9 +5888,9 @@ class SubSpaceList(UdpProtocol):
         self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
-        """Handle a datagram of an exchange; return the replies.
+        """Handle a datagram of an exchange. Return the replies.
 
-        Raises Malformed for a wrong connect, and for a datagram outside an exchange."""
+        Raise Malformed if a connect is malformed, or if the datagram belongs to no exchange."""
         link = self.links.get(peer)
         if data[:2] == LINK_CONNECT:
             return self.connect(data, peer, link, now)
@@ -5894,10 +5901,10 @@ class SubSpaceList(UdpProtocol):
         return [(packet, peer) for packet in packets]
 
     def connect(self, data, peer, link, now):
-        """Begin an exchange with the peer; return the reply. `link` is its former link, or None.
+        """Begin an exchange with the peer. Return the reply. `link` is its present link, or None.
 
-        A connect that only repeats the former one changes nothing. Raises Malformed if the packet
-        has a wrong form."""
+        A connect that only repeats the last one gets the same reply, and the exchange goes on.
+        Raise Malformed if the packet has another format or another version."""
         key = data[2:6]
         version = data[6:]
         if version not in LINK_VERSIONS:
@@ -5909,9 +5916,9 @@ class SubSpaceList(UdpProtocol):
         return [(LINK_CONNECT_ANSWER + key, peer)]
 
     def tick(self, now):
-        """Return the packets that are due on all links, with their peers; drop closed links.
+        """Return the packets that are due on all links, with their peers, and drop closed links.
 
-        This is called once a second."""
+        The event loop calls this once a second."""
         replies = []
         for peer, link in list(self.links.items()):
             for packet in link.tick(now):
@@ -5921,10 +5928,10 @@ class SubSpaceList(UdpProtocol):
         return replies
 
     def split_list(self, min_players, now):
-        """Yield the packets with the list of zones that have at least this many players.
+        """Yield the packets with the list of the zones that have at least `min_players` players.
 
-        The packets are built one by one as they can be sent, because thousands of them may be under
-        way."""
+        Each packet is built when it can be sent, because the lists of thousands of peers would take
+        much memory."""
         entries = [entry for players, entry in self.zones.get(now) if players >= min_players]
         total = len(ZONE_LIST_TYPE) + sum(map(len, entries))
         head = LINK_LIST_PIECE + struct.pack("<I", total)
@@ -5938,10 +5945,10 @@ class SubSpaceList(UdpProtocol):
 
 
 def is_repeated_connect(link, key):
-    """Return True if a connect with this key only repeats the one that began the peer's `link`.
+    """Return whether a connect with this key only repeats the one that began the peer's `link`.
 
-    Returns False if the exchange is over, or if the peer has its list, because the peer then wants
-    another list. `link` is None if the peer has none."""
+    It does not if there is no link (None), if the exchange is over, or if the peer has received its
+    list: then the peer wants another list."""
     if link is None or link.is_closed or link.key != key:
         return False
     has_delivered_list = link.sequence > 0 and not link.in_flight
@@ -5949,21 +5956,22 @@ def is_repeated_connect(link, key):
 
 
 class ListLink(SubSpaceLink):
-    """Run the master's end of a list exchange: serve list requests, `01 minplayers[4]`."""
+    """The master's end of a list exchange. It answers list requests: `01 minplayers[4]`."""
 
     def __init__(self, protocol, address, key, now):
-        """Begin the link of one client. `protocol`: the SubSpaceList; `key`: the client's
-        connection key."""
+        """Begin the link of a client at this address, which has sent this connection key.
+
+        `protocol` is the SubSpaceList that all links share."""
         super().__init__(now)
         self.protocol = protocol
         self.address = address
         self.key = key
 
     def on_packet(self, packet, now):
-        """Begin to send the list if the packet is a request; ignore other packets.
+        """Begin to send the list if the packet is a request for it. Ignore other packets.
 
-        A request is ignored as well while packets are in flight, because lists are sent one at a
-        time, and if the address asks too often."""
+        A request is ignored too if a list is being sent already, or if the address asks too
+        often."""
         if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5:
             return
         if self.in_flight:
@@ -5974,9 +5982,10 @@ class ListLink(SubSpaceLink):
         self.payloads = self.protocol.split_list(min_players, now)
 
     def limit_answers(self, answers, received_bytes, now):
-        """Return those answers to a datagram of `received_bytes` bytes that may be sent.
+        """Return those of the answers to a datagram of `received_bytes` bytes that may be sent.
 
-        An unproven peer gets one answer. Nobody gets any if their bytes exceed the limits."""
+        An unproven peer gets one answer at most. If the answers exceed the limits for surplus
+        bytes, none is sent."""
         limit = LINK_ANSWERS_PER_DATAGRAM if self.is_proven else 1
         permitted = answers[:limit]
         sent_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in permitted)
@@ -5986,7 +5995,7 @@ class ListLink(SubSpaceLink):
         return []
 
     def allow_packet(self, packet, now):
-        """Count a packet of the list against the limits; return True if it may be sent now."""
+        """Count a packet of the list against the limits. Return whether it may be sent now."""
         if not self.is_proven:
             limiter = self.protocol.rules.udp_request_limiter
             if not limiter.allow(self.address, now):
@@ -5994,9 +6003,9 @@ class ListLink(SubSpaceLink):
         return self.allow_surplus(len(packet), now)
 
     def allow_surplus(self, size, now):
-        """Count `size` bytes that go to the peer beyond those that came from it.
+        """Count `size` surplus bytes, which the peer gets beyond those that it has sent.
 
-        Returns True if they may be sent. The limits for an unproven peer are stricter."""
+        Return whether the limits allow them. The limits of an unproven peer are stricter."""
         if size <= 0:
             return True
         protocol = self.protocol
@@ -6004,11 +6013,14 @@ class ListLink(SubSpaceLink):
             return protocol.rules.allow_surplus("list", self.address, size, now)
         if not protocol.address_limiter.allow(self.address, now, size):
             return False
-        return protocol.total_limiter.allow("", now, size)
+        all_peers = ""                  # one source for the limiter, because the limit is in total
+        return protocol.total_limiter.allow(all_peers, now, size)
 
 
 def render_zone_list(servers):
-    """Return [(players, entry), ...] of the zones that answer and have an IPv4 address."""
+    """Return a list of (players, entry) with the zones that respond and have an IPv4 address.
+
+    The list has no room for IPv6 addresses."""
     zones = []
     for server in servers:
         if server.responding and ":" not in server.address:
@@ -6022,7 +6034,9 @@ def render_counted_zone(zone):
 
 
 def render_zone_entry(zone):
-    """Return a zone's entry in the list: 78 bytes and the description, texts as Windows-1252."""
+    """Return a zone's entry in the list: a head of 78 bytes, the description, and a NUL.
+
+    Text is encoded as Windows-1252, because clients show it so."""
     version = ZONE_VERSION
     if zone.version.isdecimal():
         version = clamp(int(zone.version), 0xFFFFFFFF)
@@ -6035,15 +6049,15 @@ def render_zone_entry(zone):
         zone.players,
         int(has_scores),
         version,
-        name[:63],                          # the field has 64 bytes and ends with a NUL
+        name[:ZONE_ENTRY_NAME_BYTES],
     )
     return head + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
 
 
 def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
-    """Return the zones in the list that a master has sent, each as a dict.
+    """Return the zones in a list from another master, each as a dict.
 
-    Raises Malformed if the list has a wrong type or ends within a zone."""
+    Raise Malformed if the data are not a list, or if the list ends within a zone."""
     if not data.startswith(ZONE_LIST_TYPE):
         raise Malformed("a list begins with 01")
     zones = []
@@ -6061,7 +6075,7 @@ def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
 
 
 def parse_zone_entry(head, description):
-    """Return a zone of a list as a dict, from the 78 bytes of its head and its description."""
+    """Return a zone of a list as a dict. `head` has 78 bytes; the description follows it there."""
     address, port, players, scores, version, name = ZONE_ENTRY_HEAD.unpack(head)
     has_scores = scores & 255               # only the low byte counts
     return {
@@ -6440,9 +6454,9 @@ AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), 
 def publish_aio_text(session, fields, now):
     """List a server that publishes itself in the text dialect, and return the answer.
 
-    `fields` has the fields after `13#`, as bytes: name, description and port, or in messages of the
-    document name, description, address and port. Raise Malformed for other fields. Return b"" if
-    the server is refused, because this dialect has no message for a refusal."""
+    `fields` holds the fields after `13#`, as bytes: name, description and port, or in messages of
+    the document name, description, address and port. Raise Malformed for other fields. Return b""
+    if the server is refused, because this dialect has no message for a refusal."""
     if len(fields) == 3:
         name, description, port = fields
         address = b""
@@ -6726,9 +6740,9 @@ class AioSession(Session):
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, or refresh it.
 
-        `fields` has attributes of Server. If this connection had listed a server at another address
-        or port, that server leaves the list. Return "" if the server is listed, and otherwise the
-        reason why it is refused."""
+        `fields` holds attributes of Server. If this connection had listed a server at another
+        address or port, that server leaves the list. Return "" if the server is listed, and
+        otherwise the reason why it is refused."""
         key = self.listed_key(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
@@ -6912,7 +6926,7 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these two bytes stands before each address
+# In a list, one of these two bytes precedes each address
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
@@ -7555,8 +7569,8 @@ class Quake3(UdpProtocol, PolledGame):
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
         game_filter = self.settings["quake3.games"]
-        # Every section of the settings may be the id of a game. A gamename such as "iceball" must
-        # not put a server into the list of another protocol's game
+        # The name of any section of the settings may be the id of a game. A gamename such as
+        # "iceball" must not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         if is_id_of_another_protocol or not game_filter.accepts(game):
             raise Refused("game", "%a is not listed here" % gamename)
@@ -7635,7 +7649,7 @@ def read_luanti_text(text):
 
 
 def read_luanti_address(text):
-    """Return the announced address that players connect to, if it can be one.
+    """Return the announced address for players to connect to, if it is a possible address.
 
     It is an IP address, a host name with a dot, or "" for the address that the server announces
     from. Raise ValueError for anything else."""
@@ -8010,7 +8024,7 @@ def first_names(names, max_bytes):
     """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
     for position, name in enumerate(names):
-        # In JSON a backslash stands before each of these two characters
+        # In JSON a backslash precedes each of these two characters
         escape_bytes = name.count('"') + name.count("\\")
         quotes_and_comma_bytes = len('"",')
         total_bytes += len(name.encode()) + escape_bytes + quotes_and_comma_bytes
@@ -8061,8 +8075,8 @@ SPARK_MIN_PLAYERS = 4
 # hour without players one step high
 SPARK_GROUND_Y = 9
 SPARK_EMPTY_Y = 8
-# A chart has at most this many points: one for each day of a year, about one for each pixel of a
-# phone
+# A chart has at most this many points: one for each day of a year, or about one per pixel of
+# a phone's width
 CHART_POINTS = 366
 # There are at most this many gridlines above zero, so that nobody has to count them
 CHART_GRIDLINES = 4
@@ -9168,9 +9182,9 @@ def count_text(number, noun):
 def render_page(context, title, template=PAGE, about="", path="", **values):
     """Return a whole page as UTF-8 bytes.
 
-    `title` says what the page is about; it is empty for the list of all games. A chat that shows a
-    preview of a link to the page takes the sentence `about` and the link's `path`. Either may be
-    "". `values` are the values that the template needs beside $title, $head and $foot."""
+    `title` says what the page is about; it is empty for the list of all games. If a link to
+    the page is posted in a chat, the preview shows the sentence `about` and leads to `path`. Either
+    may be "". `values` are the values that the template needs beside $title, $head and $foot."""
     full_title = context.title
     if title and context.title:
         full_title = "%s · %s" % (title, context.title)
@@ -9437,7 +9451,7 @@ def without_gaps(counts):
 # --- The page of one server ----------------------------------------------------------------------
 
 # Details that a server's page does not show. Players do not need the gamename, because only
-# programs ask by it. The two others occur only in records that older versions have stored
+# programs use it in queries. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
@@ -9938,7 +9952,7 @@ DEFAULT_FIELDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-# The banner's style stands in its SVG, because a picture on another page cannot load a style sheet
+# The banner's style is inside its SVG, because an image on another page cannot load a style sheet
 BANNER_FIELDS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "public, max-age=60",
@@ -11209,7 +11223,7 @@ def announced_fields(values):
 def announced_text(name, value):
     """Return the value of the field `name` as text that is safe to show, cut to its length.
 
-    A number is accepted as text. Raise Refused if the value has another type."""
+    A number is accepted too, and converted to text. Raise Refused if the value has another type."""
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
     max_characters = NAME_CHARACTERS
@@ -11235,8 +11249,8 @@ def announce_server(web, request, game, port, fields):
     """Handle the announcement of a server of any game but Luanti, and return the response.
 
     If the master can query servers of the game, the server is queried first; otherwise it is listed
-    at once. `fields` has the announced attributes of Server. Raise Refused if the rules or a limit
-    forbid the server."""
+    at once. `fields` holds the announced attributes of Server. Raise Refused if the rules or a
+    limit forbid the server."""
     source = request.address
     polled_game = web.core.http_announcers.get(game)
     if polled_game:
@@ -12805,7 +12819,7 @@ class News:
                 self.departed.append(key)
             return
         if not server.confirmed or not server.responding:
-            # It may come back with many players, but these are no news then
+            # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
         if not self.knows_players(server):
@@ -14326,7 +14340,7 @@ class Announcer:
 
     Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
     Subclasses of games whose servers are queried by masters also have answer(data), which returns
-    the answer to such a query and raises Malformed if the data are no query."""
+    the answer to such a query, and raises Malformed if the data are not such a query."""
 
     # "udp", "tcp" for one connection that is kept open, or "http" for a request per announcement
     transport = "udp"
@@ -14733,8 +14747,8 @@ class Announcement:
     give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
-    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's on
-    port + 1, Hyperbol's and AIO's (framed) on the port itself. If that port is free, the queries
+    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's query
+    port + 1, Hyperbol's and AIO's (framed) query the port itself. If that port is free, the queries
     are answered here; otherwise the game server has to answer them. An instance can run only once.
     """
 
@@ -14751,8 +14765,8 @@ class Announcement:
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
-        # 65535 is no game's port here, because SubSpace needs the port above it too. The number may
-        # be given as text
+        # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
+        # as text
         game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
