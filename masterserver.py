@@ -13292,7 +13292,7 @@ class MasterLogs:
     after that thread has ended. Between two exchanges the event loop reads the attributes, and may
     call disconnect(). connect() and exchange() raise NameTaken, or what EngineLink raises."""
 
-    WEBHOOK_MARK = b"news"              # follows the log's name in the lease of a master with them
+    WEBHOOK_MARK = b"news"              # in the lease of a master that has webhooks
 
     link: Any = None                    # the EngineLink, None without a connection
     # When this connection last renewed the lease; None until it has done so once
@@ -13486,9 +13486,9 @@ class MasterLogs:
         if server is None:
             return LogEntry(row.key, None)
         server.master = master
-        # A master of an older version does not send this value: its servers are confirmed
-        has_confirmed = len(values) > column_count
-        server.confirmed = not has_confirmed or values[column_count] is not False
+        server.confirmed = True             # a master of an older version sends no value for it
+        if len(values) > column_count:
+            server.confirmed = values[column_count] is not False
         if server.lifetime == math.inf:
             # Its master polls it or is connected to it. Once that master is silent, nobody does so
             server.lifetime = RESTORED_S
@@ -13851,7 +13851,9 @@ class Cluster:
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-LOOP_DELAY_FADES = 0.99             # each second; so the longest delay is remembered for minutes
+LOOP_DELAY_FADES = 0.99             # factor for each second: a long delay is shown for minutes
+WAKE_BYTES = 4096                   # read at once from the socket that wakes the event loop
+ANY_FREE_PORT = 0
 
 
 class MasterServer:
@@ -13860,31 +13862,33 @@ class MasterServer:
         with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as master:
             print(master.listeners, [s.name for s in master.registry.servers()])
 
-    settings   a Settings, or texts by name as for --set; a wrong one raises SettingsError
+    settings   a Settings, or a mapping of names to texts, as for --set; None for the defaults
     on_event   called as on_event(event, server), in the serving thread; the event is "listed",
-               "changed" or "gone". It must be quick, must change nothing, and may call stop(). An
-               exception that it raises is logged.
-    reload     returns the settings, read again, or raises SettingsError; None: they never change
+               "changed" or "gone". It must be quick, must not change anything, and may call stop().
+               An exception that it raises is logged.
+    reload     called when the ini or a text file has changed; returns the new Settings or raises
+               SettingsError. If it is None, the settings never change.
 
-    run() serves in the calling thread, start() in a thread of its own, both until stop(). An
-    instance runs once. `listeners` says what is bound where. One process can have several
-    instances."""
+    run() serves in the calling thread, and start() in a thread of its own, both until stop(). An
+    instance runs once. `listeners` has the address and port of every socket. One process can have
+    several instances."""
 
     thread: Optional[threading.Thread] = None       # the thread of start()
-    # bind() creates these three; a byte sent to `wake_out` wakes the selector
+    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector, which waits
+    # for `wake_in`
     selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
     link: Optional[Cluster] = None
     next_connection_tick = next_tick = 0.0
-    busy_s = 0.0                                    # the longest that one round took, fading
-    events_this_second = 0                          # servers that came or left
+    busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
+    events_this_second = 0          # servers that were listed or have left since the last tick
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        """Read the text files that the settings name, and create what does not need a socket. Raise
-        SettingsError."""
+        """Create everything that does not need a socket, and read the text files that the settings
+        name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
         self.read_settings: Any = reload
@@ -13903,10 +13907,10 @@ class MasterServer:
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
         self.connections_by_source = collections.defaultdict(int)
-        # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
+        # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
         self.stopping = False
-        self.posted_calls = collections.deque()
+        self.posted_calls = collections.deque()             # see post()
         self.disk = WorkerThread("disk", self.post)
         self.host_names = HostNames(self.post)
         path = self.settings.file("server.database")
@@ -13929,10 +13933,10 @@ class MasterServer:
     # Start and stop
 
     def bind(self):
-        """Open all sockets and restore the list; a second call does nothing. Raise StartError if a
-        socket cannot be bound.
+        """Open all sockets and restore the saved list. A second call does nothing. Raise StartError
+        if a socket cannot be bound; then everything is closed again.
 
-        run() closes everything at its end. A caller that does not call run() calls close()."""
+        run() closes everything when it ends. A caller that never calls run() must call close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
@@ -13951,7 +13955,8 @@ class MasterServer:
             raise
 
     def run(self):
-        """Serve until stop(), in this thread. Raise StartError if it cannot start."""
+        """Serve in this thread until stop() is called. Raise StartError if a socket cannot be
+        bound, or if start() has been called."""
         if self.thread not in (None, threading.current_thread()):
             raise StartError("This MasterServer already runs in a thread. Create a new one for a "
                              "second run.")
@@ -13964,8 +13969,8 @@ class MasterServer:
             self.close()
 
     def start(self):
-        """Serve in a thread; return once everything is bound. Raise StartError if it cannot
-        start."""
+        """Serve in a thread of its own, and return once all sockets are bound. Raise StartError if
+        one cannot be bound, or after stop()."""
         if self.stopping:
             raise StartError("This MasterServer has been stopped. Create a new one.")
         self.bind()
@@ -13974,51 +13979,64 @@ class MasterServer:
             self.thread.start()
 
     def stop(self):
-        """End run(), and wait for the thread of start(). Call it from any thread, a callback or a
-        signal handler. Answers on their way and work for the disk may take some seconds."""
+        """End run(), and wait for the thread of start() to end. The last answers and the last write
+        to the disk may take some seconds.
+
+        This may be called from any thread, from a callback or from a signal handler."""
         self.stopping = True
-        self.wake()
+        self.wake()                     # run() looks at `stopping` after each round
         if self.thread not in (None, threading.current_thread()):
             self.thread.join()
 
     def finish_requests(self):
-        """Accept no more connections, and answer for a moment what was asked already: some clients
-        die of an answer that a reset cuts off."""
+        """Stop accepting connections, and wait up to STOP_S for the answers to requests that have
+        arrived already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
-        until = now + STOP_S
+        deadline = now + STOP_S
+        self.close_listeners(now)
+        if self.connections:
+            self.handle_events(now)             # read the requests that are here, without waiting
+        while now < deadline and self.has_unfinished_answers():
+            self.handle_events(deadline)
+            now = time.monotonic()
+
+    def close_listeners(self, now):
+        """Close the listening sockets, after accepting the connections in their backlogs: closing
+        would reset these."""
         for listener in self.tcp_listeners:
-            # Connections in the backlog are accepted: closing the listener would reset them
             self.guarded(listener.on_readable, now)
-            if not listener.is_paused:
+            if not listener.is_paused:          # a paused listener is not in the selector
                 self.selector.unregister(listener.sock)
             listener.sock.close()
         self.tcp_listeners.clear()
-        if self.connections:
-            self.handle_events(now)
-        while now < until and self.has_unfinished_answers():
-            self.handle_events(until)
-            now = time.monotonic()
 
     def has_unfinished_answers(self):
-        """Does a connection have an answer that is not written or not made yet?"""
-        return any(connection.unsent or not connection.events for connection in self.connections)
+        """Does a connection have an answer that is still being made, or is not written yet?"""
+        for connection in self.connections:
+            is_being_made = connection.events == NO_EVENTS
+            if is_being_made or connection.unsent:
+                return True
+        return False
 
     def close(self):
-        """Save the list once more and close everything. Servers whose connections end with the
-        program stay in the saved list: they have time to come back."""
+        """Save the list once more and close everything.
+
+        Servers that are listed while they are connected stay in the saved list, so that they can
+        come back after a restart. For this reason the list is saved before the connections are
+        closed."""
         self.stopping = True
         now = time.monotonic()
         if self.saved_list and self.registry.altered:
-            self.saved_list.save(now, time.time(), [])
+            self.saved_list.save(now, time.time(), samples=[])
         if not self.disk.stop(STOP_DISK_S):
             log.error("the list could not be saved at the end: the disk takes too long")
         elif self.database:
             self.database.close()
-        self.host_names.worker.stop(0.0)
+        self.host_names.worker.stop(timeout=0.0)        # nobody waits for its look-ups any more
         self.news.stop()
         if self.link:
             self.link.close()
-        self.run_posted_calls(now)
+        self.run_posted_calls(now)                      # with the results of the threads' last jobs
         self.close_sockets()
 
     def close_sockets(self):
@@ -14035,27 +14053,35 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Wait for the next event, no longer than `until`; handle it and do what is due."""
-        due = min(until, self.next_connection_tick, self.next_tick)
-        events = self.selector.select(max(0.0, due - time.monotonic()))
+        """Run one round of the event loop: wait until a socket is ready or a tick is due, handle
+        all sockets that are ready, and make the ticks that are due.
+
+        `until`: the monotonic time at which the waiting ends in any case."""
+        wait_until = min(until, self.next_connection_tick, self.next_tick)
+        ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
-        for key, _ in events:
-            on_event = key.data
-            self.guarded(on_event, now)
+        for key, _ in ready_sockets:
+            on_ready = key.data         # the function that the socket was registered with
+            self.guarded(on_ready, now)
         if now >= self.next_connection_tick:
             self.next_connection_tick = now + LOOK_S
             for connection in list(self.connections):
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            if now - self.next_tick >= HELD_UP_S:
-                # Nothing could be heard, so the silence of servers before now proves nothing
+            late_s = now - self.next_tick
+            if late_s >= HELD_UP_S:
+                # The program was stopped and received nothing. So a server's silence until now
+                # does not mean that the server has gone
                 self.registry.silence_counts_from = now
             self.next_tick = now + TICK_S
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
-        """Do what is due once a second."""
+        """Expire servers, call tick() of listeners and protocols, save changes, and read the
+        settings again if a file has changed.
+
+        This is called once a second. A fault in one of these does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= LOOP_DELAY_FADES
@@ -14068,97 +14094,123 @@ class MasterServer:
         if self.saved_list:
             self.guarded(self.saved_list.tick, now, time.time())
         else:
-            self.registry.altered.clear()
-        if self.events_this_second > LOGGED_EVENTS:
-            log.info("%d more servers listed or removed in the last second",
-                     self.events_this_second - LOGGED_EVENTS)
-        self.events_this_second = 0
+            self.registry.altered.clear()       # nobody else empties this set
+        self.log_unlogged_events()
         if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
 
     def tick_protocol(self, protocol, now):
-        """Send what a protocol's tick() returns. It goes out by the protocol's first socket of the
-        peer's family; an operator who binds several addresses names the one that reaches everybody
-        first."""
+        """Call a protocol's tick(), and send the (data, peer) pairs that it returns.
+
+        They are sent from the protocol's first socket of the peer's address family. An operator
+        who binds several addresses therefore puts the one that can reach all peers first. If there
+        is no socket of that family, a datagram is dropped."""
         for data, peer in protocol.tick(now) or ():
             address, *_ = peer
-            udp_socket = self.tick_sockets.get((protocol, ":" in address))
+            is_ipv6 = ":" in address
+            udp_socket = self.tick_sockets.get((protocol, is_ipv6))
             if udp_socket:
                 udp_socket.send([(data, peer)])
 
     def set_epoch(self):
-        """Tell the pages and the news the difference between the wall clock and the monotonic
-        clock."""
+        """Set `epoch` of all protocols: wall clock minus monotonic clock, in seconds. The
+        difference changes when somebody sets the wall clock."""
         epoch = time.time() - time.monotonic()
         for protocol in self.protocols:
             protocol.epoch = epoch
 
     def log_event(self, event, server):
-        """Log a server that was listed or has left, unless there were many in this second."""
+        """Log that a server was listed or has left, but not more than LOGGED_EVENTS times a
+        second. `event`: "listed" or "gone"."""
         self.events_this_second += 1
         if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
 
+    def log_unlogged_events(self):
+        """Log how many events log_event() has left out in the last second, and reset the count."""
+        if self.events_this_second > LOGGED_EVENTS:
+            log.info("%d more servers listed or removed in the last second",
+                     self.events_this_second - LOGGED_EVENTS)
+        self.events_this_second = 0
+
     def guarded(self, call, *arguments):
-        """Call a function. If it raises an exception, log that as a fault of the program and go
-        on."""
+        """Call a function with these arguments. If it raises an exception, log that as a fault of
+        the program and return normally, so that one fault does not stop the loop."""
         try:
             call(*arguments)
         except Exception:
-            # An argument may be another thread's error, with a URL in it
+            # An argument may be another thread's error, with the secret URL of a webhook in it
             description = without_secrets("%s%s" % (call, arguments))
             log.exception("a fault of the program in %s", description)
 
     def post(self, call, *arguments):
-        """Have `call(*arguments, now)` called in the loop. Call this from any thread or a signal
-        handler."""
+        """Have `call(*arguments, now)` called in the event loop, and return at once. This may be
+        called from any thread or from a signal handler."""
         self.posted_calls.append((call, *arguments))
         self.wake()
 
     def wake(self):
-        """Make the selector return. Call this from any thread or a signal handler."""
+        """Make the selector return. This may be called from any thread or from a signal
+        handler."""
         if self.wake_out is not None:
-            with contextlib.suppress(OSError):      # the socket is full, or closed
+            # A full socket wakes the selector anyway. A closed one means that the loop has ended
+            with contextlib.suppress(OSError):
                 self.wake_out.send(b"\0")
 
     def on_wake(self, now):
-        """Read the bytes of wake(), and make the calls that were posted."""
-        self.wake_in.recv(4096)
+        """Make the posted calls. Read the bytes of wake() first, so that the selector does not
+        return for them again."""
+        self.wake_in.recv(WAKE_BYTES)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
-        """Make the calls that were posted so far."""
+        """Make the calls that have been posted so far. Calls that these post are left for the next
+        round."""
         for _ in range(len(self.posted_calls)):
-            self.guarded(*self.posted_calls.popleft(), now)
+            call, *arguments = self.posted_calls.popleft()
+            self.guarded(call, *arguments, now)
 
     # Sockets
 
     def open_protocols(self):
         """Create the protocols that the settings switch on, bind their sockets and restore the
-        list. Raise StartError with all ports that cannot be bound, because another program often
-        holds several of them."""
+        saved list.
+
+        Raise StartError if ports cannot be bound. It names all of them, because another program
+        often holds several."""
         core = self.core()
         problems = []
         for entry in PROTOCOLS:
-            ports = self.settings[entry.setting] if entry.setting else 0
-            if ports in (None, ()):
+            ports = self.ports_of(entry)
+            if not ports:
                 continue
             protocol = entry.make(core)
             self.protocols.append(protocol)
             if entry.transport:
-                if not isinstance(ports, tuple):
-                    ports = (ports,)
                 problems += self.open_sockets(entry, protocol, ports)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            serving = [protocol for protocol in self.protocols if protocol is not self.news]
-            self.saved_list.restore(time.monotonic(), time.time(), serving)
+            # News is called like a protocol, but servers do not announce themselves to it
+            protocols = [protocol for protocol in self.protocols if protocol is not self.news]
+            self.saved_list.restore(time.monotonic(), time.time(), protocols)
+
+    def ports_of(self, entry):
+        """Return a tuple of the ports in a ProtocolEntry's setting; ANY_FREE_PORT may be one of
+        them. Return () if the setting is empty, which switches the protocol off."""
+        if not entry.setting:
+            return (ANY_FREE_PORT,)
+        value = self.settings[entry.setting]
+        if value is None:
+            return ()
+        if isinstance(value, tuple):
+            return value
+        return (value,)
 
     def core(self):
-        """Return the Core that every protocol gets."""
+        """Return a new Core, the parts of this program that every protocol is given."""
         return Core(
             settings=self.settings,
             registry=self.registry,
@@ -14174,25 +14226,29 @@ class MasterServer:
             cluster=self.cluster)
 
     def hourly_players(self):
-        """Return the last day's hourly player counts by server; {} without a database."""
+        """Return the last day's hourly player counts, lists by the server's key. Return {} if there
+        is no database."""
         if self.saved_list is None:
             return {}
         return self.saved_list.hourly_players
 
     def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets at each of our addresses. Return an error message for each one
-        that cannot be bound."""
+        """Bind a protocol's sockets: one for each of these ports at each address of the setting
+        [server] bind. Return a list with an error message for each one that cannot be bound."""
         problems = []
         hosts = self.settings["server.bind"]
-        for named_port, host in itertools.product(ports, hosts):
+        for base_port, host in itertools.product(ports, hosts):
             if protocol.ipv4_only and ":" in host:
                 continue
-            port = named_port + entry.offset if named_port else 0
+            port = base_port
+            if base_port != ANY_FREE_PORT:
+                port += entry.offset
             try:
                 self.open_socket(entry, protocol, host, port)
             except OSError as error:
-                is_default_ipv6 = host == "::" and len(hosts) > 1
-                if is_default_ipv6 and error.errno != errno.EADDRINUSE:
+                # Without IPv6 on this machine, the other addresses are enough
+                may_lack_ipv6 = host == "::" and len(hosts) > 1
+                if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", entry.name, error)
                 else:
                     problems.append(self.bind_problem(entry, host, port, error))
@@ -14200,15 +14256,16 @@ class MasterServer:
 
     @staticmethod
     def bind_problem(entry, host, port, error):
-        """Return a message that says what cannot be bound, why, and which settings to change."""
+        """Return a message that says which address and port could not be bound, why, and which
+        settings to change. `error`: the OSError."""
         section, key = (entry.setting or "server.bind").split(".")
         return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
             entry.name, entry.transport.upper(), endpoint_text(host, port),
             error.strerror or error, section, key)
 
     def open_socket(self, entry, protocol, host, port):
-        """Bind one socket and serve a protocol there. Raise OSError if the address cannot be
-        bound."""
+        """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
+        be bound."""
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         sock = bound_socket(family, entry.transport, host, port)
@@ -14216,41 +14273,49 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            listener = TcpListener(self, entry.name, sock, protocol, tally)
-            self.tcp_listeners.append(listener)
-            on_readable = listener.on_readable
+            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally)
+            self.tcp_listeners.append(tcp_listener)
+            on_readable = tcp_listener.on_readable
         else:
-            limiter = self.rules.datagram_limiter
-            if protocol is self.poller:
-                limiter = self.rules.answer_limiter
-            udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
-            self.udp_sockets.append(udp_socket)
+            udp_socket = self.create_udp_socket(entry, protocol, sock, tally)
             self.tick_sockets.setdefault((protocol, is_ipv6), udp_socket)
             on_readable = udp_socket.on_readable
         self.selector.register(sock, selectors.EVENT_READ, on_readable)
 
+    def create_udp_socket(self, entry, protocol, sock, tally):
+        """Return a new UdpSocket for a bound socket, and add it to `udp_sockets`."""
+        limiter = self.rules.datagram_limiter
+        if protocol is self.poller:             # it receives answers to our own queries
+            limiter = self.rules.answer_limiter
+        udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
+        self.udp_sockets.append(udp_socket)
+        return udp_socket
+
     # Settings
 
     def reload(self, now):
-        """Read the settings again. If they have any error, all the old ones stay in force."""
+        """Read the settings and the text files that they name again, and apply what has changed. If
+        there is an error anywhere, log it and keep all old settings."""
         self.file_stamps = file_stamps(self.settings)
         try:
             new_settings = self.read_settings()
+            # Without its file every setting would fall back to its default
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
             read_text_files(new_settings)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
-        # The stamps were taken from the old text files. If the ini names another one now, the next
-        # tick sees a difference and reads again; so does a change from now on
+        # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
+        # names another file, the next tick sees a difference and calls reload() once more
         changed = adopt_settings(self.settings, new_settings)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
 
     def apply_settings(self, now):
-        """Let changed settings take effect."""
+        """Let changed settings take effect in the registry, the protocols and the log. Close the
+        connections of addresses that are blocked now."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
