@@ -142,8 +142,8 @@ LOOKUP_TURNS = 1024
 # So many game servers of one source may wait for the same look-up. If each is a Luanti server with
 # the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, answers that are being sent get this long
-STOP_DISK_S = 5.0                   # at a stop, a batch that is being written gets this long
+STOP_S = 2.0                        # at a stop, answers that are being sent have this long to end
+STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
 # Descriptors that are kept free for listeners, the database and the log
 DESCRIPTORS_KEPT = 40
 # The limit of descriptors if the system does not tell it. It is macOS's
@@ -210,7 +210,7 @@ GZIP_MIN_BYTES = 600
 GZIP_LEVEL = 3
 # The shortest time between two renderings of a long list, however many clients ask for it
 RENDER_S = 1.0
-# A short list may be rendered sooner: after this time for each of its servers
+# A short list may be rendered again sooner: after this much time per server in it
 RENDER_SERVER_S = 0.0001
 # Browsers and proxies may keep a response for this long. The page asks for a new one as often
 CACHE_S = 5
@@ -1109,7 +1109,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode bytes of an unknown encoding and clean the text.
 
     The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
-    end. Otherwise it is taken for Windows-1252."""
+    end. Otherwise it is assumed to be Windows-1252."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -1585,7 +1585,7 @@ class Rules:
     def operator_marks(self, endpoint):
         """Return the operator's marks for the server at an (address, port).
 
-        They are whether it is official, and its priority, which is 0 by default."""
+        The marks are whether the server is official, and its priority, which is 0 by default."""
         return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
 
@@ -1726,13 +1726,13 @@ class PacketOutcome(NamedTuple):
 class PacketOutcomes:
     """The outcomes of the last packets, by source, protocol and announced port.
 
-    At most OUTCOMES_PER_SOURCE are kept of one source, and OUTCOMES_KEPT of all. If there are more,
-    those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S are
-    added in a second."""
+    At most OUTCOMES_PER_SOURCE are kept for one source, and OUTCOMES_KEPT in total. If there are
+    more, those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S
+    are added in a second."""
 
     def __init__(self):
         """Begin without any outcomes."""
-        # By source_key(), and then by (source, protocol, port); the latest ones stand at the end
+        # By source_key(), and then by (source, protocol, port). The latest outcomes are at the end
         self.by_source = collections.OrderedDict()
         self.total = 0
         self.second_ends = 0.0          # when the present second ends
@@ -1856,8 +1856,8 @@ class Registry:
         """List a server or, if this master has listed it already, refresh it. Return the Server.
 
         `source` is the address that its packet came from, `lifetime` the seconds that it stays
-        listed, and `fields` has the attributes of Server that it has announced. `pinned` says that
-        the ini names the server. Raise Refused if the rules or a limit forbid it."""
+        listed, and `fields` holds the attributes of Server that it has announced. `pinned` says
+        that the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
@@ -2281,9 +2281,9 @@ JUMP_S = HOUR
 # days, and then all samples seem to lie in the future
 AHEAD_S = MONTH
 
-# The table `server` holds every server that was seen within a year. A row with address '' and port
-# 0 stands for all servers of a game together. Two rows with game '' are about the file itself. The
-# port of the first is a number that identifies this installation. The second, with port -1,
+# The table `server` holds every server that was seen in the last year. A row with address '' and
+# port 0 stands for all servers of a game together. Two rows with game '' are about the file itself.
+# The port of the first is a number that identifies this installation. The second, with port -1,
 # describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
 # time of the last sample.
 #
@@ -2676,7 +2676,7 @@ class Database:
         """Compute the samples of quarters and hours from the latest blocks of minutes.
 
         Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        To compute the same samples again does no harm."""
+        Computing the same samples again does no harm."""
         hour, = db.execute(
             "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
             {"step": MINUTE, "minute": minute}).fetchone()
@@ -2976,7 +2976,7 @@ class SavedList:
         self.hourly_players = {}        # the last result of Database.hourly_players()
         # The time at which the present batch was begun; None if no batch is being written
         self.batch_began: Optional[float] = None
-        # The minute, counted from 1970, in which a batch last had all servers
+        # The minute, counted from 1970, of the last batch that contained all servers
         self.sampled_minute = -1.0
 
     def restore(self, now, wall, protocols):
@@ -3228,7 +3228,7 @@ class TcpProtocol:
         return session
 
     def serves(self, server: Server) -> bool:
-        """Return whether this server announces itself here, as in UdpProtocol."""
+        """Return whether this server announces itself here; see UdpProtocol.serves()."""
         return server.game == self.game
 
     def tick(self, now: float) -> None:
@@ -3879,7 +3879,7 @@ class PolledGame(Querier):
     def list_polled(self, target, fields, now, lifetime=math.inf):
         """List the target's server with the contents of its answer, or refresh it.
 
-        `fields` has attributes of Server by name; `lifetime` is in seconds. Return the Server, or
+        `fields` holds attributes of Server by name; `lifetime` is in seconds. Return the Server, or
         None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
         any more unless the ini names it."""
         source = target.address
@@ -3922,7 +3922,7 @@ class PolledGame(Querier):
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
 
-        `source` is the server's address, `fields` has attributes of Server. Raise Refused if the
+        `source` is the server's address, `fields` holds attributes of Server. Raise Refused if the
         game is not listed here."""
         return self.game
 
@@ -4005,8 +4005,8 @@ ICEBALL_PROOF_LIFETIMES = 2
 # The low bits of a version number are the build. If they are all 0 in a version that the settings
 # accept, every build of that version is accepted
 ICEBALL_BUILD_BITS = 1023
-# How many BADV and BADF one source gets, per second and at once. A server sends a burst of five
-# announcements every 40 s, so each of them can be answered
+# The limit of BADV and BADF replies to one source: (a second, in one burst). A server sends a burst
+# of five announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
 # /check records this port for a packet whose announced port was not read
 ICEBALL_UNKNOWN_PORT = 0
@@ -4079,7 +4079,7 @@ class Iceball(UdpProtocol):
     announcement, and the announcement itself without the zeros at its end. A listed server that
     repeats its announcement is refreshed at once.
 
-    The server's address is the source of the datagram; its port stands in the announcement. The
+    The server's address is the source of the datagram; its port is in the announcement. The
     same UDP port serves the first draft of the protocol: its packets begin with a byte from 1 to 7,
     which no packet above has.
     """
@@ -4320,7 +4320,7 @@ class Iceball(UdpProtocol):
     def list_proven(self, source, port, fields, now, claimed_address=""):
         """List or refresh a server that has proven that it receives packets at `source`.
 
-        `port` is its game port, and `fields` has attributes of Server. `claimed_address` is the
+        `port` is its game port, and `fields` holds attributes of Server. `claimed_address` is the
         address that it gives itself, or "". Return the Server, or None if it is refused. Record
         either for /check."""
         registry = self.registry
@@ -4504,8 +4504,8 @@ class IceballDraft:
     def list_session(self, session, peer, fields, now):
         """List or refresh the game server of this session, and prolong the session.
 
-        `fields` has attributes of Server. Return the Server, or None if it is refused; the session
-        then stays as it is."""
+        `fields` holds attributes of Server. Return the Server, or None if it is refused; the
+        session then stays as it is."""
         source, _ = peer
         server = self.iceball.list_proven(
             source, session.port, fields, now, session.claimed_address)
@@ -5006,7 +5006,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def datagram(self, data, peer, now):
         """Handle a ping, a zone's answer to our ping, or an announcement from `peer`.
 
-        Returns the replies as [(datagram, peer)]. Raises Malformed for any other datagram, and
+        Return the replies as [(datagram, peer)]. Raise Malformed for any other datagram, and
         Limited for a ping that a rate limit rejects. /check shows the reason to the sender of a
         malformed or refused announcement."""
         source, source_port = peer[:2]
@@ -5037,7 +5037,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_ping(self, data, peer, now):
         """Handle a datagram of 4 or 8 bytes: a ping to this master, or a zone's answer to our ping.
 
-        Returns the replies as [(datagram, peer)]; an answer gets none. Raises Limited for a ping
+        Return the replies as [(datagram, peer)]. An answer gets no reply. Raise Limited for a ping
         that a rate limit rejects."""
         source, source_port = peer[:2]
         endpoint = endpoint_text(source, source_port).encode()
@@ -5059,7 +5059,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def answer_ping(self, ping, peer, now):
         """Return the answer to a ping of 4 or 8 bytes, as [(datagram, peer)].
 
-        The answer describes this master like a zone in which each game is one arena. Raises Limited
+        The answer describes this master like a zone in which each game is one arena. Raise Limited
         if a limit forbids an answer of this size."""
         source, _ = peer[:2]
         arenas = []
@@ -5129,7 +5129,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
 
         `source` is the zone's address. A zone that announces no name gets its endpoint as its name.
-        Returns the ping as [(datagram, peer)], or [] if nothing is to be sent. Raises Refused if a
+        Return the ping as [(datagram, peer)], or [] if nothing is to be sent. Raise Refused if a
         rule, a limit or another owner of the zone or the name forbids the announcement."""
         address = self.rules.listed_address(source)
         port = announcement.port
@@ -5155,8 +5155,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def on_http_announcement(self, source, port, fields, now):
         """Handle an announcement that came by HTTP; the next tick() pings the zone.
 
-        `source` and `port` are the zone's address and port. `fields` has attributes of Server by
-        name; "players" is ignored, because the zone's answers tell the players. Raises Refused if
+        `source` and `port` are the zone's address and port. `fields` holds attributes of Server by
+        name; "players" is ignored, because the zone's answers tell the players. Raise Refused if
         the zone cannot or may not be listed."""
         if ":" in source or port > MAX_ZONE_PORT:
             raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to %d only; "
@@ -5187,7 +5187,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def ping_zone(self, source, announcement, now):
         """Store an announcement until the zone has answered a ping, and return that ping.
 
-        The ping is returned as [(datagram, peer)]. Returns [] if an announcement of the same zone
+        The ping is returned as [(datagram, peer)]. Return [] if an announcement of the same zone
         by another announcer is already waiting: its ping has been sent."""
         source_limit = self.rules.max_servers_per_source
         if self.rules.exempts(source):
@@ -5221,8 +5221,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
         """Return True if an announcement only says again what is listed about a zone.
 
         `owner` is the ZoneOwner of the listed zone, or None. The announcement may come from another
-        UDP port than the owner's, because a router may have changed the port. It then needs the
-        same password, and an owner who is not silent."""
+        UDP port than the owner's, because a router may have changed the port. In that case the
+        password must be the same, and the owner must not be silent."""
         announcer = announcement.owner
         if owner is None or owner.password_hash != announcer.password_hash:
             return False
@@ -5307,8 +5307,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Read a zone's answer to the open question of its poll.
 
-        Returns None if another question follows. Otherwise updates the listed zone and returns b"",
-        which means that nothing is sent. Raises Malformed if `data` does not answer the
+        Return None if another question follows. Otherwise update the listed zone and return b"",
+        which means that nothing is sent. Raise Malformed if `data` does not answer the
         question."""
         poll = target.querier_data
         is_complete = poll.read_answer(data, target.nonce)
@@ -5393,7 +5393,7 @@ def create_zone_owner(source_port, password):
 def read_zone_owner(zone):
     """Return the ZoneOwner that is stored in `zone.zone_owner`, a dict of texts.
 
-    Returns None if nobody has announced the zone, or if the texts are invalid. They may come from
+    Return None if nobody has announced the zone, or if the texts are invalid. They may come from
     the disk or from another master, so they are not trusted."""
     port_text = zone.zone_owner.get("port", "")
     password_hash = zone.zone_owner.get("password", "")
@@ -5427,7 +5427,7 @@ def parse_zone_announcement(data, source_port):
     """Return the ZoneAnnouncement in a datagram that came from the UDP port `source_port`.
 
     The format is ip[4] port.u16 players.u16 scores.u16 version.u32 name[32] password[48]
-    description, 95 to 480 bytes. The ip and the players are ignored. Raises Malformed for another
+    description, 95 to 480 bytes. The ip and the players are ignored. Raise Malformed for another
     length, and for a port from which no zone can announce or at which no zone can be pinged."""
     if not ZONE_ANNOUNCEMENT_HEAD.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
         raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
@@ -5493,7 +5493,7 @@ class WaitingAnnouncements:
     def add(self, source, announcement, source_limit, now):
         """Store an announcement by this source, and return True.
 
-        Returns False, and changes nothing, if another announcer's announcement of the zone is still
+        Return False, and changes nothing, if another announcer's announcement of the zone is still
         protected. The oldest announcements are dropped if this source has more than `source_limit`,
         or if there are too many in all."""
         port = announcement.port
@@ -5587,7 +5587,7 @@ class ZonePoll:
     def read_answer(self, data, nonce):
         """Read the answer to the question that build_question() last built with this nonce.
 
-        Returns True if the poll is complete, and False if there is another question. Raises
+        Return True if the poll is complete, and False if there is another question. Raise
         Malformed if `data` has another timestamp or a wrong size."""
         expected_timestamp = struct.pack("<I", nonce)
         if not PING_HEAD.size <= len(data) <= PING_ANSWER_BYTES_ACCEPTED:
@@ -5603,7 +5603,7 @@ class ZonePoll:
     def read_total(self, data, expected_timestamp):
         """Read the answer to the first question: total.u32 and the timestamp.
 
-        Returns False, because another question follows. Raises Malformed if `data` has another
+        Return False, because another question follows. Raise Malformed if `data` has another
         timestamp or more bytes."""
         expected_size = PING_SHORT_ANSWER.size
         total, timestamp = PING_SHORT_ANSWER.unpack_from(data)
@@ -5616,7 +5616,7 @@ class ZonePoll:
     def read_options(self, options, blocks):
         """Read the blocks of an answer: the summary and the arenas, if `options` has their bits.
 
-        Returns True if the poll is complete, and False if there is another question."""
+        Return True if the poll is complete, and False if there is another question."""
         if options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
             total, playing = PING_COUNTS.unpack_from(blocks)
             # A higher total than in the first answer means that this zone is one of several that
@@ -5674,10 +5674,10 @@ LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a
 LINK_WINDOW = 4                     # packets in flight: deployed clients are used to this many
 LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
 LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
-# One datagram gets at most this many answers to its packets. A cluster could ask for seventy.
+# One datagram gets at most this many answers. A cluster could contain seventy packets that need one
 LINK_ANSWERS_PER_DATAGRAM = 8
-# A peer that acknowledges nothing for this long has gone. Until then twenty packets in a row were
-# lost, or 10 kB went to a forged address.
+# A peer that has not acknowledged anything for this long has gone. By then twenty packets in a row
+# have been lost, or 10 kB have been sent to a forged address
 LINK_IDLE_S = 20.0
 # Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
 # clients accept.
@@ -5686,7 +5686,9 @@ LINK_PACKET_BYTES = 520             # the longest packet that any end sends
 
 
 class SubSpaceLink:
-    """Run one end of the SubSpace core protocol, unencrypted. Its packets begin with 00.
+    """One end of a connection by the SubSpace core protocol, unencrypted.
+
+    The packets of this protocol begin with 00:
 
         00 03 seq[4] packet                     reliable: handled in order and acknowledged; sent
                                                 again until it is acknowledged
@@ -5695,13 +5697,13 @@ class SubSpaceLink:
         00 07                                   disconnect
         00 0e {len.u8 packet}*                  cluster
 
-    `receive` and `tick` return datagrams for the peer. `payloads` yields the packets that are to be
-    sent reliably; it is read no faster than the peer acknowledges them. `is_closed` is True once
-    the peer has disconnected, or has acknowledged nothing for LINK_IDLE_S.
+    `receive` and `tick` return datagrams for the peer. `payloads` yields the packets to send
+    reliably. It is read only as fast as the peer acknowledges them. `is_closed` becomes True if the
+    peer disconnects, or has not acknowledged anything for LINK_IDLE_S.
     """
 
     def __init__(self, now, payloads=()):
-        """Begin a link at the time `now`. `payloads` are sent reliably, in this order."""
+        """Begin a link at the time `now`. The `payloads` are sent reliably, in this order."""
         self.payloads = iter(payloads)
         self.in_flight = {}             # (packet, time when it was sent last) by sequence number
         self.sequence = 0               # the number of our next reliable packet
@@ -5710,7 +5712,7 @@ class SubSpaceLink:
         self.is_closed = False
 
     def receive(self, data, now):
-        """Handle a datagram from the peer; return the datagrams for the peer."""
+        """Handle a datagram from the peer. Return the datagrams to send to the peer."""
         answers = []
         for packet in split_cluster(data):
             answers += self.handle_packet(packet, now)
@@ -5718,9 +5720,9 @@ class SubSpaceLink:
         return permitted_answers + self.tick(now)
 
     def tick(self, now):
-        """Return the datagrams that are due: packets that seem lost, and then new ones.
+        """Return the datagrams that are due: packets that were probably lost, and then new ones.
 
-        Marks the link as closed if the peer has been silent for too long."""
+        Mark the link as closed if the peer has been silent for too long."""
         if now - self.active_at > LINK_IDLE_S:
             self.is_closed = True
         self.fill_window()
@@ -5735,28 +5737,30 @@ class SubSpaceLink:
         return due
 
     def on_packet(self, packet, now):
-        """Handle a packet of a type that this class does not know.
+        """Handle a packet whose type is not a part of the core protocol.
 
-        Subclasses handle the types that they know. All other packets are ignored."""
+        This base class ignores it. Subclasses handle the types that they need."""
 
     def allow_packet(self, packet, now):
-        """Count a reliable packet against the limits; return True if it may be sent now.
+        """Count a reliable packet against the limits. Return whether it may be sent now.
 
-        A packet that may not be sent now is tried again later. This base class has no limits."""
+        If not, tick() tries again later. This base class has no limits."""
         return True
 
     def limit_answers(self, answers, received_bytes, now):
-        """Return those answers to a datagram of `received_bytes` bytes that may be sent."""
+        """Return those of the answers to a datagram that may be sent.
+
+        The datagram had `received_bytes` bytes, which subclasses compare with the answers."""
         return answers[:LINK_ANSWERS_PER_DATAGRAM]
 
     @property
     def is_proven(self):
-        """Return True if the peer has acknowledged a packet, so that its address seems real."""
-        # Then fewer packets are in flight than were numbered.
+        """Has the peer acknowledged a packet? Then its address is probably not forged."""
+        # Acknowledged packets have a number, but are not in flight any more
         return self.sequence > len(self.in_flight)
 
     def handle_packet(self, packet, now):
-        """Handle one packet that is no cluster; return its answers, at most one."""
+        """Handle a packet that is not a cluster. Return a list with its answer, if it has one."""
         packet_type = packet[:2]
         if packet_type == LINK_DISCONNECT:
             self.is_closed = True
@@ -5773,14 +5777,15 @@ class SubSpaceLink:
         return []
 
     def on_reliable(self, packet, now):
-        """Handle a reliable packet of the peer; return its acknowledgement.
+        """Handle a reliable packet of the peer. Return a list with its acknowledgement.
 
-        Returns [] if an earlier packet is missing: the peer will send this packet again."""
+        Return [] if an earlier packet is missing. The peer will then send this packet again."""
         number_bytes = packet[2:6]
         number = int.from_bytes(number_bytes, "little")
         if number > self.expected:
             return []
-        # A lower number comes again if our acknowledgement was lost.
+        # A packet with a lower number was sent again, because our acknowledgement was lost. It is
+        # acknowledged again, and otherwise ignored
         if number == self.expected:
             self.expected += 1
             self.active_at = now
@@ -5789,17 +5794,17 @@ class SubSpaceLink:
         return [LINK_ACKNOWLEDGEMENT + number_bytes]
 
     def on_acknowledgement(self, packet, now):
-        """Take the packet that the peer acknowledges out of `in_flight`."""
+        """Remove the packet that the peer acknowledges from `in_flight`."""
         number = int.from_bytes(packet[2:6], "little")
         if number in self.in_flight:            # otherwise the acknowledgement came twice
             del self.in_flight[number]
             self.active_at = now
 
     def fill_window(self):
-        """Move payloads into `in_flight`, as far as the window allows; tick() sends them.
+        """Number the next payloads, as many as the window allows, and put them into `in_flight`.
 
-        The window begins at the oldest packet that is not acknowledged. It holds a single packet
-        until the peer is proven."""
+        tick() sends them. The window begins at the oldest packet that is not acknowledged. It has
+        room for a single packet until the peer has proven its address."""
         window = LINK_WINDOW if self.is_proven else 1
         oldest = min(self.in_flight, default=self.sequence)
         window_end = oldest + window
@@ -5812,10 +5817,10 @@ class SubSpaceLink:
 
 
 def split_cluster(data):
-    """Yield the packets of a datagram in order: those of a cluster, or else the datagram itself.
+    """Yield the packets in a datagram, in order. A datagram that is not a cluster is one packet.
 
-    A cluster may hold clusters. Each packet in a cluster has at most 255 bytes, so they are nested
-    less than a hundred deep."""
+    A cluster may contain other clusters. A packet in a cluster has at most 255 bytes, so the depth
+    of nesting is less than a hundred."""
     if data[:2] != LINK_CLUSTER:
         yield data
         return
@@ -5827,21 +5832,23 @@ def split_cluster(data):
 
 
 def build_sync_answer(packet, now):
-    """Return the answer to a sync packet: the peer's time, and ours in hundredths of a second."""
+    """Return the answer to a sync packet. It has the peer's time and ours, both as u32.
+
+    Our time is in hundredths of a second."""
     peer_time = packet[2:6]
     hundredths = int(now * 100)
     own_time = struct.pack("<I", hundredths & 0xFFFFFFFF)
     return LINK_SYNC_ANSWER + peer_time + own_time
 
 
-# So many bytes of lists go to one address that acknowledges them, a second / at once. A list of
-# 5,000 zones is therefore sent as fast as the link can.
+# The bytes of lists for one address that acknowledges them: (a second, at once). A list of 5,000
+# zones is not slowed down by this limit
 LIST_RATE_PER_ADDRESS = 100_000, 1_000_000
-# So many go to all these addresses together. This limit is needed, because our sequence numbers
-# begin at 0: somebody with a forged address can acknowledge packets without receiving them.
+# The same for all these addresses together. This limit is needed because our sequence numbers begin
+# at 0, so somebody with a forged address can acknowledge packets without receiving them
 LIST_RATE_IN_TOTAL = 500_000, 4_000_000
-# The IPv4 and UDP headers of a datagram. They count, because a cluster of many packets has one such
-# header, and each answer to these packets has its own.
+# The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
+# header, but each of the answers to these packets has its own
 UDP_HEADER_BYTES = 28
 MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
 ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
@@ -5849,11 +5856,11 @@ ZONE_LIST_TYPE = b"\1"              # begins a list
 
 
 class SubSpaceList(UdpProtocol):
-    """Serve SubSpace's list port: one exchange with each peer, over the protocol of SubSpaceLink.
+    """SubSpace's list port: one exchange with each peer, by the protocol of SubSpaceLink.
 
         > 00 01 key[4] VV 00                    connect, VV 01 or 11
         < 00 02 key[4]                          the same key: no encryption
-        > 00 03 00000000 01 minplayers[4]       which zones
+        > 00 03 00000000 01 minplayers[4]       request for zones with so many players
         < 00 04 00000000
         < 00 03 seq[4] 00 0a total[4] …         at most 480 bytes of the list; and so on
         > 00 04 seq[4]
@@ -5862,11 +5869,11 @@ class SubSpaceList(UdpProtocol):
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
 
-    Nothing in the exchange proves the peer's address. Before its first acknowledgement, therefore,
-    one packet is in flight, a datagram gets one answer at most, and all such peers share one bucket
-    for the bytes that are sent beyond those that were received. Because an acknowledgement can be
-    sent without having received anything, LIST_RATE_IN_TOTAL limits these surplus bytes afterwards,
-    those of answers as well as those of lists.
+    Nothing in the exchange proves the peer's address. So before the first acknowledgement only one
+    packet is in flight, a datagram gets one answer at most, and all such peers share one bucket for
+    surplus bytes, that is, those that are sent beyond those that were received. A peer can send
+    acknowledgements without receiving anything, so LIST_RATE_IN_TOTAL limits the surplus of all
+    other peers.
     """
 
     datagram_bytes = LINK_PACKET_BYTES
@@ -5881,9 +5888,9 @@ class SubSpaceList(UdpProtocol):
         self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
 
     def datagram(self, data, peer, now):
-        """Handle a datagram of an exchange; return the replies.
+        """Handle a datagram of an exchange. Return the replies.
 
-        Raises Malformed for a wrong connect, and for a datagram outside an exchange."""
+        Raise Malformed if a connect is malformed, or if the datagram belongs to no exchange."""
         link = self.links.get(peer)
         if data[:2] == LINK_CONNECT:
             return self.connect(data, peer, link, now)
@@ -5894,10 +5901,10 @@ class SubSpaceList(UdpProtocol):
         return [(packet, peer) for packet in packets]
 
     def connect(self, data, peer, link, now):
-        """Begin an exchange with the peer; return the reply. `link` is its former link, or None.
+        """Begin an exchange with the peer. Return the reply. `link` is its present link, or None.
 
-        A connect that only repeats the former one changes nothing. Raises Malformed if the packet
-        has a wrong form."""
+        A connect that only repeats the last one gets the same reply, and the exchange goes on.
+        Raise Malformed if the packet has another format or another version."""
         key = data[2:6]
         version = data[6:]
         if version not in LINK_VERSIONS:
@@ -5909,9 +5916,9 @@ class SubSpaceList(UdpProtocol):
         return [(LINK_CONNECT_ANSWER + key, peer)]
 
     def tick(self, now):
-        """Return the packets that are due on all links, with their peers; drop closed links.
+        """Return the packets that are due on all links, with their peers, and drop closed links.
 
-        This is called once a second."""
+        The event loop calls this once a second."""
         replies = []
         for peer, link in list(self.links.items()):
             for packet in link.tick(now):
@@ -5921,10 +5928,10 @@ class SubSpaceList(UdpProtocol):
         return replies
 
     def split_list(self, min_players, now):
-        """Yield the packets with the list of zones that have at least this many players.
+        """Yield the packets with the list of the zones that have at least `min_players` players.
 
-        The packets are built one by one as they can be sent, because thousands of them may be under
-        way."""
+        Each packet is built when it can be sent, because the lists of thousands of peers would take
+        much memory."""
         entries = [entry for players, entry in self.zones.get(now) if players >= min_players]
         total = len(ZONE_LIST_TYPE) + sum(map(len, entries))
         head = LINK_LIST_PIECE + struct.pack("<I", total)
@@ -5938,10 +5945,10 @@ class SubSpaceList(UdpProtocol):
 
 
 def is_repeated_connect(link, key):
-    """Return True if a connect with this key only repeats the one that began the peer's `link`.
+    """Return whether a connect with this key only repeats the one that began the peer's `link`.
 
-    Returns False if the exchange is over, or if the peer has its list, because the peer then wants
-    another list. `link` is None if the peer has none."""
+    It does not if there is no link (None), if the exchange is over, or if the peer has received its
+    list: then the peer wants another list."""
     if link is None or link.is_closed or link.key != key:
         return False
     has_delivered_list = link.sequence > 0 and not link.in_flight
@@ -5949,21 +5956,22 @@ def is_repeated_connect(link, key):
 
 
 class ListLink(SubSpaceLink):
-    """Run the master's end of a list exchange: serve list requests, `01 minplayers[4]`."""
+    """The master's end of a list exchange. It answers list requests: `01 minplayers[4]`."""
 
     def __init__(self, protocol, address, key, now):
-        """Begin the link of one client. `protocol`: the SubSpaceList; `key`: the client's
-        connection key."""
+        """Begin the link of a client at this address, which has sent this connection key.
+
+        `protocol` is the SubSpaceList that all links share."""
         super().__init__(now)
         self.protocol = protocol
         self.address = address
         self.key = key
 
     def on_packet(self, packet, now):
-        """Begin to send the list if the packet is a request; ignore other packets.
+        """Begin to send the list if the packet is a request for it. Ignore other packets.
 
-        A request is ignored as well while packets are in flight, because lists are sent one at a
-        time, and if the address asks too often."""
+        A request is ignored too if a list is being sent already, or if the address asks too
+        often."""
         if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5:
             return
         if self.in_flight:
@@ -5974,9 +5982,10 @@ class ListLink(SubSpaceLink):
         self.payloads = self.protocol.split_list(min_players, now)
 
     def limit_answers(self, answers, received_bytes, now):
-        """Return those answers to a datagram of `received_bytes` bytes that may be sent.
+        """Return those of the answers to a datagram of `received_bytes` bytes that may be sent.
 
-        An unproven peer gets one answer. Nobody gets any if their bytes exceed the limits."""
+        An unproven peer gets one answer at most. If the answers exceed the limits for surplus
+        bytes, none is sent."""
         limit = LINK_ANSWERS_PER_DATAGRAM if self.is_proven else 1
         permitted = answers[:limit]
         sent_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in permitted)
@@ -5986,7 +5995,7 @@ class ListLink(SubSpaceLink):
         return []
 
     def allow_packet(self, packet, now):
-        """Count a packet of the list against the limits; return True if it may be sent now."""
+        """Count a packet of the list against the limits. Return whether it may be sent now."""
         if not self.is_proven:
             limiter = self.protocol.rules.udp_request_limiter
             if not limiter.allow(self.address, now):
@@ -5994,9 +6003,9 @@ class ListLink(SubSpaceLink):
         return self.allow_surplus(len(packet), now)
 
     def allow_surplus(self, size, now):
-        """Count `size` bytes that go to the peer beyond those that came from it.
+        """Count `size` surplus bytes, which the peer gets beyond those that it has sent.
 
-        Returns True if they may be sent. The limits for an unproven peer are stricter."""
+        Return whether the limits allow them. The limits of an unproven peer are stricter."""
         if size <= 0:
             return True
         protocol = self.protocol
@@ -6004,11 +6013,14 @@ class ListLink(SubSpaceLink):
             return protocol.rules.allow_surplus("list", self.address, size, now)
         if not protocol.address_limiter.allow(self.address, now, size):
             return False
-        return protocol.total_limiter.allow("", now, size)
+        all_peers = ""                  # one source for the limiter, because the limit is in total
+        return protocol.total_limiter.allow(all_peers, now, size)
 
 
 def render_zone_list(servers):
-    """Return [(players, entry), ...] of the zones that answer and have an IPv4 address."""
+    """Return a list of (players, entry) with the zones that respond and have an IPv4 address.
+
+    The list has no room for IPv6 addresses."""
     zones = []
     for server in servers:
         if server.responding and ":" not in server.address:
@@ -6022,7 +6034,9 @@ def render_counted_zone(zone):
 
 
 def render_zone_entry(zone):
-    """Return a zone's entry in the list: 78 bytes and the description, texts as Windows-1252."""
+    """Return a zone's entry in the list: a head of 78 bytes, the description, and a NUL.
+
+    Text is encoded as Windows-1252, because clients show it so."""
     version = ZONE_VERSION
     if zone.version.isdecimal():
         version = clamp(int(zone.version), 0xFFFFFFFF)
@@ -6035,15 +6049,15 @@ def render_zone_entry(zone):
         zone.players,
         int(has_scores),
         version,
-        name[:63],                          # the field has 64 bytes and ends with a NUL
+        name[:ZONE_ENTRY_NAME_BYTES],
     )
     return head + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
 
 
 def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
-    """Return the zones in the list that a master has sent, each as a dict.
+    """Return the zones in a list from another master, each as a dict.
 
-    Raises Malformed if the list has a wrong type or ends within a zone."""
+    Raise Malformed if the data are not a list, or if the list ends within a zone."""
     if not data.startswith(ZONE_LIST_TYPE):
         raise Malformed("a list begins with 01")
     zones = []
@@ -6061,7 +6075,7 @@ def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
 
 
 def parse_zone_entry(head, description):
-    """Return a zone of a list as a dict, from the 78 bytes of its head and its description."""
+    """Return a zone of a list as a dict. `head` has 78 bytes; the description follows it there."""
     address, port, players, scores, version, name = ZONE_ENTRY_HEAD.unpack(head)
     has_scores = scores & 255               # only the low byte counts
     return {
@@ -6440,9 +6454,9 @@ AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), 
 def publish_aio_text(session, fields, now):
     """List a server that publishes itself in the text dialect, and return the answer.
 
-    `fields` has the fields after `13#`, as bytes: name, description and port, or in messages of the
-    document name, description, address and port. Raise Malformed for other fields. Return b"" if
-    the server is refused, because this dialect has no message for a refusal."""
+    `fields` holds the fields after `13#`, as bytes: name, description and port, or in messages of
+    the document name, description, address and port. Raise Malformed for other fields. Return b""
+    if the server is refused, because this dialect has no message for a refusal."""
     if len(fields) == 3:
         name, description, port = fields
         address = b""
@@ -6726,9 +6740,9 @@ class AioSession(Session):
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, or refresh it.
 
-        `fields` has attributes of Server. If this connection had listed a server at another address
-        or port, that server leaves the list. Return "" if the server is listed, and otherwise the
-        reason why it is refused."""
+        `fields` holds attributes of Server. If this connection had listed a server at another
+        address or port, that server leaves the list. Return "" if the server is listed, and
+        otherwise the reason why it is refused."""
         key = self.listed_key(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
@@ -6912,7 +6926,7 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these two bytes stands before each address
+# In a list, one of these two bytes precedes each address
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
 QUAKE3_END = b"\\EOT\0\0\0"
@@ -7555,8 +7569,8 @@ class Quake3(UdpProtocol, PolledGame):
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
         game_filter = self.settings["quake3.games"]
-        # Every section of the settings may be the id of a game. A gamename such as "iceball" must
-        # not put a server into the list of another protocol's game
+        # The name of any section of the settings may be the id of a game. A gamename such as
+        # "iceball" must not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
         if is_id_of_another_protocol or not game_filter.accepts(game):
             raise Refused("game", "%a is not listed here" % gamename)
@@ -7635,7 +7649,7 @@ def read_luanti_text(text):
 
 
 def read_luanti_address(text):
-    """Return the announced address that players connect to, if it can be one.
+    """Return the announced address for players to connect to, if it is a possible address.
 
     It is an IP address, a host name with a dot, or "" for the address that the server announces
     from. Raise ValueError for anything else."""
@@ -8010,7 +8024,7 @@ def first_names(names, max_bytes):
     """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
     for position, name in enumerate(names):
-        # In JSON a backslash stands before each of these two characters
+        # In JSON a backslash precedes each of these two characters
         escape_bytes = name.count('"') + name.count("\\")
         quotes_and_comma_bytes = len('"",')
         total_bytes += len(name.encode()) + escape_bytes + quotes_and_comma_bytes
@@ -8061,8 +8075,8 @@ SPARK_MIN_PLAYERS = 4
 # hour without players one step high
 SPARK_GROUND_Y = 9
 SPARK_EMPTY_Y = 8
-# A chart has at most this many points: one for each day of a year, about one for each pixel of a
-# phone
+# A chart has at most this many points: one for each day of a year, or about one per pixel of
+# a phone's width
 CHART_POINTS = 366
 # There are at most this many gridlines above zero, so that nobody has to count them
 CHART_GRIDLINES = 4
@@ -9168,9 +9182,9 @@ def count_text(number, noun):
 def render_page(context, title, template=PAGE, about="", path="", **values):
     """Return a whole page as UTF-8 bytes.
 
-    `title` says what the page is about; it is empty for the list of all games. A chat that shows a
-    preview of a link to the page takes the sentence `about` and the link's `path`. Either may be
-    "". `values` are the values that the template needs beside $title, $head and $foot."""
+    `title` says what the page is about; it is empty for the list of all games. If a link to
+    the page is posted in a chat, the preview shows the sentence `about` and leads to `path`. Either
+    may be "". `values` are the values that the template needs beside $title, $head and $foot."""
     full_title = context.title
     if title and context.title:
         full_title = "%s · %s" % (title, context.title)
@@ -9437,7 +9451,7 @@ def without_gaps(counts):
 # --- The page of one server ----------------------------------------------------------------------
 
 # Details that a server's page does not show. Players do not need the gamename, because only
-# programs ask by it. The two others occur only in records that older versions have stored
+# programs use it in queries. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
 DESCRIPTION = "Description"
 
@@ -9938,7 +9952,7 @@ DEFAULT_FIELDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-# The banner's style stands in its SVG, because a picture on another page cannot load a style sheet
+# The banner's style is inside its SVG, because an image on another page cannot load a style sheet
 BANNER_FIELDS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "public, max-age=60",
@@ -11209,7 +11223,7 @@ def announced_fields(values):
 def announced_text(name, value):
     """Return the value of the field `name` as text that is safe to show, cut to its length.
 
-    A number is accepted as text. Raise Refused if the value has another type."""
+    A number is accepted too, and converted to text. Raise Refused if the value has another type."""
     if isinstance(value, (bool, list, dict)):
         raise Refused("bad packet", "%s is not a text" % name)
     max_characters = NAME_CHARACTERS
@@ -11235,8 +11249,8 @@ def announce_server(web, request, game, port, fields):
     """Handle the announcement of a server of any game but Luanti, and return the response.
 
     If the master can query servers of the game, the server is queried first; otherwise it is listed
-    at once. `fields` has the announced attributes of Server. Raise Refused if the rules or a limit
-    forbid the server."""
+    at once. `fields` holds the announced attributes of Server. Raise Refused if the rules or a
+    limit forbid the server."""
     source = request.address
     polled_game = web.core.http_announcers.get(game)
     if polled_game:
@@ -12805,7 +12819,7 @@ class News:
                 self.departed.append(key)
             return
         if not server.confirmed or not server.responding:
-            # It may come back with many players, but these are no news then
+            # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
         if not self.knows_players(server):
@@ -13278,7 +13292,7 @@ class MasterLogs:
     after that thread has ended. Between two exchanges the event loop reads the attributes, and may
     call disconnect(). connect() and exchange() raise NameTaken, or what EngineLink raises."""
 
-    WEBHOOK_MARK = b"news"              # follows the log's name in the lease of a master with them
+    WEBHOOK_MARK = b"news"              # in the lease of a master that has webhooks
 
     link: Any = None                    # the EngineLink, None without a connection
     # When this connection last renewed the lease; None until it has done so once
@@ -13472,9 +13486,9 @@ class MasterLogs:
         if server is None:
             return LogEntry(row.key, None)
         server.master = master
-        # A master of an older version does not send this value: its servers are confirmed
-        has_confirmed = len(values) > column_count
-        server.confirmed = not has_confirmed or values[column_count] is not False
+        server.confirmed = True             # a master of an older version sends no value for it
+        if len(values) > column_count:
+            server.confirmed = values[column_count] is not False
         if server.lifetime == math.inf:
             # Its master polls it or is connected to it. Once that master is silent, nobody does so
             server.lifetime = RESTORED_S
@@ -13837,7 +13851,9 @@ class Cluster:
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-LOOP_DELAY_FADES = 0.99             # each second; so the longest delay is remembered for minutes
+LOOP_DELAY_FADES = 0.99             # factor for each second: a long delay is shown for minutes
+WAKE_BYTES = 4096                   # read at once from the socket that wakes the event loop
+ANY_FREE_PORT = 0
 
 
 class MasterServer:
@@ -13846,31 +13862,33 @@ class MasterServer:
         with masterserver.MasterServer({"iceball.port": "0"}, on_event=print) as master:
             print(master.listeners, [s.name for s in master.registry.servers()])
 
-    settings   a Settings, or texts by name as for --set; a wrong one raises SettingsError
+    settings   a Settings, or a mapping of names to texts, as for --set; None for the defaults
     on_event   called as on_event(event, server), in the serving thread; the event is "listed",
-               "changed" or "gone". It must be quick, must change nothing, and may call stop(). An
-               exception that it raises is logged.
-    reload     returns the settings, read again, or raises SettingsError; None: they never change
+               "changed" or "gone". It must be quick, must not change anything, and may call stop().
+               An exception that it raises is logged.
+    reload     called when the ini or a text file has changed; returns the new Settings or raises
+               SettingsError. If it is None, the settings never change.
 
-    run() serves in the calling thread, start() in a thread of its own, both until stop(). An
-    instance runs once. `listeners` says what is bound where. One process can have several
-    instances."""
+    run() serves in the calling thread, and start() in a thread of its own, both until stop(). An
+    instance runs once. `listeners` has the address and port of every socket. One process can have
+    several instances."""
 
     thread: Optional[threading.Thread] = None       # the thread of start()
-    # bind() creates these three; a byte sent to `wake_out` wakes the selector
+    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector, which waits
+    # for `wake_in`
     selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
     link: Optional[Cluster] = None
     next_connection_tick = next_tick = 0.0
-    busy_s = 0.0                                    # the longest that one round took, fading
-    events_this_second = 0                          # servers that came or left
+    busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
+    events_this_second = 0          # servers that were listed or have left since the last tick
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        """Read the text files that the settings name, and create what does not need a socket. Raise
-        SettingsError."""
+        """Create everything that does not need a socket, and read the text files that the settings
+        name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
         self.read_settings: Any = reload
@@ -13889,10 +13907,10 @@ class MasterServer:
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
         self.connections_by_source = collections.defaultdict(int)
-        # A plain attribute and no threading.Event: stop() may be called in a signal handler, which
+        # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
         self.stopping = False
-        self.posted_calls = collections.deque()
+        self.posted_calls = collections.deque()             # see post()
         self.disk = WorkerThread("disk", self.post)
         self.host_names = HostNames(self.post)
         path = self.settings.file("server.database")
@@ -13915,10 +13933,10 @@ class MasterServer:
     # Start and stop
 
     def bind(self):
-        """Open all sockets and restore the list; a second call does nothing. Raise StartError if a
-        socket cannot be bound.
+        """Open all sockets and restore the saved list. A second call does nothing. Raise StartError
+        if a socket cannot be bound; then everything is closed again.
 
-        run() closes everything at its end. A caller that does not call run() calls close()."""
+        run() closes everything when it ends. A caller that never calls run() must call close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
@@ -13937,7 +13955,8 @@ class MasterServer:
             raise
 
     def run(self):
-        """Serve until stop(), in this thread. Raise StartError if it cannot start."""
+        """Serve in this thread until stop() is called. Raise StartError if a socket cannot be
+        bound, or if start() has been called."""
         if self.thread not in (None, threading.current_thread()):
             raise StartError("This MasterServer already runs in a thread. Create a new one for a "
                              "second run.")
@@ -13950,8 +13969,8 @@ class MasterServer:
             self.close()
 
     def start(self):
-        """Serve in a thread; return once everything is bound. Raise StartError if it cannot
-        start."""
+        """Serve in a thread of its own, and return once all sockets are bound. Raise StartError if
+        one cannot be bound, or after stop()."""
         if self.stopping:
             raise StartError("This MasterServer has been stopped. Create a new one.")
         self.bind()
@@ -13960,51 +13979,64 @@ class MasterServer:
             self.thread.start()
 
     def stop(self):
-        """End run(), and wait for the thread of start(). Call it from any thread, a callback or a
-        signal handler. Answers on their way and work for the disk may take some seconds."""
+        """End run(), and wait for the thread of start() to end. The last answers and the last write
+        to the disk may take some seconds.
+
+        This may be called from any thread, from a callback or from a signal handler."""
         self.stopping = True
-        self.wake()
+        self.wake()                     # run() looks at `stopping` after each round
         if self.thread not in (None, threading.current_thread()):
             self.thread.join()
 
     def finish_requests(self):
-        """Accept no more connections, and answer for a moment what was asked already: some clients
-        die of an answer that a reset cuts off."""
+        """Stop accepting connections, and wait up to STOP_S for the answers to requests that have
+        arrived already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
-        until = now + STOP_S
+        deadline = now + STOP_S
+        self.close_listeners(now)
+        if self.connections:
+            self.handle_events(now)             # read the requests that are here, without waiting
+        while now < deadline and self.has_unfinished_answers():
+            self.handle_events(deadline)
+            now = time.monotonic()
+
+    def close_listeners(self, now):
+        """Close the listening sockets, after accepting the connections in their backlogs: closing
+        would reset these."""
         for listener in self.tcp_listeners:
-            # Connections in the backlog are accepted: closing the listener would reset them
             self.guarded(listener.on_readable, now)
-            if not listener.is_paused:
+            if not listener.is_paused:          # a paused listener is not in the selector
                 self.selector.unregister(listener.sock)
             listener.sock.close()
         self.tcp_listeners.clear()
-        if self.connections:
-            self.handle_events(now)
-        while now < until and self.has_unfinished_answers():
-            self.handle_events(until)
-            now = time.monotonic()
 
     def has_unfinished_answers(self):
-        """Does a connection have an answer that is not written or not made yet?"""
-        return any(connection.unsent or not connection.events for connection in self.connections)
+        """Does a connection have an answer that is still being made, or is not written yet?"""
+        for connection in self.connections:
+            is_being_made = connection.events == NO_EVENTS
+            if is_being_made or connection.unsent:
+                return True
+        return False
 
     def close(self):
-        """Save the list once more and close everything. Servers whose connections end with the
-        program stay in the saved list: they have time to come back."""
+        """Save the list once more and close everything.
+
+        Servers that are listed while they are connected stay in the saved list, so that they can
+        come back after a restart. For this reason the list is saved before the connections are
+        closed."""
         self.stopping = True
         now = time.monotonic()
         if self.saved_list and self.registry.altered:
-            self.saved_list.save(now, time.time(), [])
+            self.saved_list.save(now, time.time(), samples=[])
         if not self.disk.stop(STOP_DISK_S):
             log.error("the list could not be saved at the end: the disk takes too long")
         elif self.database:
             self.database.close()
-        self.host_names.worker.stop(0.0)
+        self.host_names.worker.stop(timeout=0.0)        # nobody waits for its look-ups any more
         self.news.stop()
         if self.link:
             self.link.close()
-        self.run_posted_calls(now)
+        self.run_posted_calls(now)                      # with the results of the threads' last jobs
         self.close_sockets()
 
     def close_sockets(self):
@@ -14021,27 +14053,35 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Wait for the next event, no longer than `until`; handle it and do what is due."""
-        due = min(until, self.next_connection_tick, self.next_tick)
-        events = self.selector.select(max(0.0, due - time.monotonic()))
+        """Run one round of the event loop: wait until a socket is ready or a tick is due, handle
+        all sockets that are ready, and make the ticks that are due.
+
+        `until`: the monotonic time at which the waiting ends in any case."""
+        wait_until = min(until, self.next_connection_tick, self.next_tick)
+        ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
-        for key, _ in events:
-            on_event = key.data
-            self.guarded(on_event, now)
+        for key, _ in ready_sockets:
+            on_ready = key.data         # the function that the socket was registered with
+            self.guarded(on_ready, now)
         if now >= self.next_connection_tick:
             self.next_connection_tick = now + LOOK_S
             for connection in list(self.connections):
                 self.guarded(connection.tick, now)
         if now >= self.next_tick:
-            if now - self.next_tick >= HELD_UP_S:
-                # Nothing could be heard, so the silence of servers before now proves nothing
+            late_s = now - self.next_tick
+            if late_s >= HELD_UP_S:
+                # The program was stopped and received nothing. So a server's silence until now
+                # does not mean that the server has gone
                 self.registry.silence_counts_from = now
             self.next_tick = now + TICK_S
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
-        """Do what is due once a second."""
+        """Expire servers, call tick() of listeners and protocols, save changes, and read the
+        settings again if a file has changed.
+
+        This is called once a second. A fault in one of these does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= LOOP_DELAY_FADES
@@ -14054,97 +14094,123 @@ class MasterServer:
         if self.saved_list:
             self.guarded(self.saved_list.tick, now, time.time())
         else:
-            self.registry.altered.clear()
-        if self.events_this_second > LOGGED_EVENTS:
-            log.info("%d more servers listed or removed in the last second",
-                     self.events_this_second - LOGGED_EVENTS)
-        self.events_this_second = 0
+            self.registry.altered.clear()       # nobody else empties this set
+        self.log_unlogged_events()
         if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
 
     def tick_protocol(self, protocol, now):
-        """Send what a protocol's tick() returns. It goes out by the protocol's first socket of the
-        peer's family; an operator who binds several addresses names the one that reaches everybody
-        first."""
+        """Call a protocol's tick(), and send the (data, peer) pairs that it returns.
+
+        They are sent from the protocol's first socket of the peer's address family. An operator
+        who binds several addresses therefore puts the one that can reach all peers first. If there
+        is no socket of that family, a datagram is dropped."""
         for data, peer in protocol.tick(now) or ():
             address, *_ = peer
-            udp_socket = self.tick_sockets.get((protocol, ":" in address))
+            is_ipv6 = ":" in address
+            udp_socket = self.tick_sockets.get((protocol, is_ipv6))
             if udp_socket:
                 udp_socket.send([(data, peer)])
 
     def set_epoch(self):
-        """Tell the pages and the news the difference between the wall clock and the monotonic
-        clock."""
+        """Set `epoch` of all protocols: wall clock minus monotonic clock, in seconds. The
+        difference changes when somebody sets the wall clock."""
         epoch = time.time() - time.monotonic()
         for protocol in self.protocols:
             protocol.epoch = epoch
 
     def log_event(self, event, server):
-        """Log a server that was listed or has left, unless there were many in this second."""
+        """Log that a server was listed or has left, but not more than LOGGED_EVENTS times a
+        second. `event`: "listed" or "gone"."""
         self.events_this_second += 1
         if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
 
+    def log_unlogged_events(self):
+        """Log how many events log_event() has left out in the last second, and reset the count."""
+        if self.events_this_second > LOGGED_EVENTS:
+            log.info("%d more servers listed or removed in the last second",
+                     self.events_this_second - LOGGED_EVENTS)
+        self.events_this_second = 0
+
     def guarded(self, call, *arguments):
-        """Call a function. If it raises an exception, log that as a fault of the program and go
-        on."""
+        """Call a function with these arguments. If it raises an exception, log that as a fault of
+        the program and return normally, so that one fault does not stop the loop."""
         try:
             call(*arguments)
         except Exception:
-            # An argument may be another thread's error, with a URL in it
+            # An argument may be another thread's error, with the secret URL of a webhook in it
             description = without_secrets("%s%s" % (call, arguments))
             log.exception("a fault of the program in %s", description)
 
     def post(self, call, *arguments):
-        """Have `call(*arguments, now)` called in the loop. Call this from any thread or a signal
-        handler."""
+        """Have `call(*arguments, now)` called in the event loop, and return at once. This may be
+        called from any thread or from a signal handler."""
         self.posted_calls.append((call, *arguments))
         self.wake()
 
     def wake(self):
-        """Make the selector return. Call this from any thread or a signal handler."""
+        """Make the selector return. This may be called from any thread or from a signal
+        handler."""
         if self.wake_out is not None:
-            with contextlib.suppress(OSError):      # the socket is full, or closed
+            # A full socket wakes the selector anyway. A closed one means that the loop has ended
+            with contextlib.suppress(OSError):
                 self.wake_out.send(b"\0")
 
     def on_wake(self, now):
-        """Read the bytes of wake(), and make the calls that were posted."""
-        self.wake_in.recv(4096)
+        """Make the posted calls. Read the bytes of wake() first, so that the selector does not
+        return for them again."""
+        self.wake_in.recv(WAKE_BYTES)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
-        """Make the calls that were posted so far."""
+        """Make the calls that have been posted so far. Calls that these post are left for the next
+        round."""
         for _ in range(len(self.posted_calls)):
-            self.guarded(*self.posted_calls.popleft(), now)
+            call, *arguments = self.posted_calls.popleft()
+            self.guarded(call, *arguments, now)
 
     # Sockets
 
     def open_protocols(self):
         """Create the protocols that the settings switch on, bind their sockets and restore the
-        list. Raise StartError with all ports that cannot be bound, because another program often
-        holds several of them."""
+        saved list.
+
+        Raise StartError if ports cannot be bound. It names all of them, because another program
+        often holds several."""
         core = self.core()
         problems = []
         for entry in PROTOCOLS:
-            ports = self.settings[entry.setting] if entry.setting else 0
-            if ports in (None, ()):
+            ports = self.ports_of(entry)
+            if not ports:
                 continue
             protocol = entry.make(core)
             self.protocols.append(protocol)
             if entry.transport:
-                if not isinstance(ports, tuple):
-                    ports = (ports,)
                 problems += self.open_sockets(entry, protocol, ports)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            serving = [protocol for protocol in self.protocols if protocol is not self.news]
-            self.saved_list.restore(time.monotonic(), time.time(), serving)
+            # News is called like a protocol, but servers do not announce themselves to it
+            protocols = [protocol for protocol in self.protocols if protocol is not self.news]
+            self.saved_list.restore(time.monotonic(), time.time(), protocols)
+
+    def ports_of(self, entry):
+        """Return a tuple of the ports in a ProtocolEntry's setting; ANY_FREE_PORT may be one of
+        them. Return () if the setting is empty, which switches the protocol off."""
+        if not entry.setting:
+            return (ANY_FREE_PORT,)
+        value = self.settings[entry.setting]
+        if value is None:
+            return ()
+        if isinstance(value, tuple):
+            return value
+        return (value,)
 
     def core(self):
-        """Return the Core that every protocol gets."""
+        """Return a new Core, the parts of this program that every protocol is given."""
         return Core(
             settings=self.settings,
             registry=self.registry,
@@ -14160,25 +14226,29 @@ class MasterServer:
             cluster=self.cluster)
 
     def hourly_players(self):
-        """Return the last day's hourly player counts by server; {} without a database."""
+        """Return the last day's hourly player counts, lists by the server's key. Return {} if there
+        is no database."""
         if self.saved_list is None:
             return {}
         return self.saved_list.hourly_players
 
     def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets at each of our addresses. Return an error message for each one
-        that cannot be bound."""
+        """Bind a protocol's sockets: one for each of these ports at each address of the setting
+        [server] bind. Return a list with an error message for each one that cannot be bound."""
         problems = []
         hosts = self.settings["server.bind"]
-        for named_port, host in itertools.product(ports, hosts):
+        for base_port, host in itertools.product(ports, hosts):
             if protocol.ipv4_only and ":" in host:
                 continue
-            port = named_port + entry.offset if named_port else 0
+            port = base_port
+            if base_port != ANY_FREE_PORT:
+                port += entry.offset
             try:
                 self.open_socket(entry, protocol, host, port)
             except OSError as error:
-                is_default_ipv6 = host == "::" and len(hosts) > 1
-                if is_default_ipv6 and error.errno != errno.EADDRINUSE:
+                # Without IPv6 on this machine, the other addresses are enough
+                may_lack_ipv6 = host == "::" and len(hosts) > 1
+                if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", entry.name, error)
                 else:
                     problems.append(self.bind_problem(entry, host, port, error))
@@ -14186,15 +14256,16 @@ class MasterServer:
 
     @staticmethod
     def bind_problem(entry, host, port, error):
-        """Return a message that says what cannot be bound, why, and which settings to change."""
+        """Return a message that says which address and port could not be bound, why, and which
+        settings to change. `error`: the OSError."""
         section, key = (entry.setting or "server.bind").split(".")
         return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
             entry.name, entry.transport.upper(), endpoint_text(host, port),
             error.strerror or error, section, key)
 
     def open_socket(self, entry, protocol, host, port):
-        """Bind one socket and serve a protocol there. Raise OSError if the address cannot be
-        bound."""
+        """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
+        be bound."""
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         sock = bound_socket(family, entry.transport, host, port)
@@ -14202,41 +14273,49 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            listener = TcpListener(self, entry.name, sock, protocol, tally)
-            self.tcp_listeners.append(listener)
-            on_readable = listener.on_readable
+            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally)
+            self.tcp_listeners.append(tcp_listener)
+            on_readable = tcp_listener.on_readable
         else:
-            limiter = self.rules.datagram_limiter
-            if protocol is self.poller:
-                limiter = self.rules.answer_limiter
-            udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
-            self.udp_sockets.append(udp_socket)
+            udp_socket = self.create_udp_socket(entry, protocol, sock, tally)
             self.tick_sockets.setdefault((protocol, is_ipv6), udp_socket)
             on_readable = udp_socket.on_readable
         self.selector.register(sock, selectors.EVENT_READ, on_readable)
 
+    def create_udp_socket(self, entry, protocol, sock, tally):
+        """Return a new UdpSocket for a bound socket, and add it to `udp_sockets`."""
+        limiter = self.rules.datagram_limiter
+        if protocol is self.poller:             # it receives answers to our own queries
+            limiter = self.rules.answer_limiter
+        udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
+        self.udp_sockets.append(udp_socket)
+        return udp_socket
+
     # Settings
 
     def reload(self, now):
-        """Read the settings again. If they have any error, all the old ones stay in force."""
+        """Read the settings and the text files that they name again, and apply what has changed. If
+        there is an error anywhere, log it and keep all old settings."""
         self.file_stamps = file_stamps(self.settings)
         try:
             new_settings = self.read_settings()
+            # Without its file every setting would fall back to its default
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
             read_text_files(new_settings)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
-        # The stamps were taken from the old text files. If the ini names another one now, the next
-        # tick sees a difference and reads again; so does a change from now on
+        # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
+        # names another file, the next tick sees a difference and calls reload() once more
         changed = adopt_settings(self.settings, new_settings)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
 
     def apply_settings(self, now):
-        """Let changed settings take effect."""
+        """Let changed settings take effect in the registry, the protocols and the log. Close the
+        connections of addresses that are blocked now."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
@@ -14326,7 +14405,7 @@ class Announcer:
 
     Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
     Subclasses of games whose servers are queried by masters also have answer(data), which returns
-    the answer to such a query and raises Malformed if the data are no query."""
+    the answer to such a query, and raises Malformed if the data are not such a query."""
 
     # "udp", "tcp" for one connection that is kept open, or "http" for a request per announcement
     transport = "udp"
@@ -14733,8 +14812,8 @@ class Announcement:
     give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
-    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's on
-    port + 1, Hyperbol's and AIO's (framed) on the port itself. If that port is free, the queries
+    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's query
+    port + 1, Hyperbol's and AIO's (framed) query the port itself. If that port is free, the queries
     are answered here; otherwise the game server has to answer them. An instance can run only once.
     """
 
@@ -14751,8 +14830,8 @@ class Announcement:
         check_is_file(players_from)
         if game == "aio" and not dialect:
             dialect = "text" if fields.get("name") else "framed"
-        # 65535 is no game's port here, because SubSpace needs the port above it too. The number may
-        # be given as text
+        # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
+        # as text
         game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
