@@ -184,7 +184,8 @@ KNOWN_GAMES = 1000                  # games with a history; the page shows some 
 OUTCOMES_KEPT = 4096
 # Packets of one source that are kept: two for each of the 32 servers that it may list by default
 OUTCOMES_PER_SOURCE = 64
-# Packets that are recorded in a second, so that even in a flood those of eight seconds are kept
+# Packets that are recorded per second at most, so that even in a flood the last eight seconds are
+# kept
 OUTCOMES_PER_S = 500
 OUTCOME_CHARACTERS = 200            # the longest detail: two lines on the page
 
@@ -286,7 +287,7 @@ def read_without_url(text):
 def choice_reader(choices):
     """Return a reader that accepts a fixed set of words in upper or lower case.
 
-    `choices`: maps each word, in lower case, to the value that the reader returns for it."""
+    `choices` maps each word, in lower case, to the value that the reader returns for it."""
     def read(text):
         word = text.strip().lower()
         if word not in choices:
@@ -444,7 +445,7 @@ def read_pattern(text):
 
 def pattern_reader(pattern, expected):
     """Return a reader for a text that matches the regular expression `pattern` as a whole.
-    `expected`: how an error message describes such a text."""
+    `expected` says how an error message describes such a text."""
     def read(text):
         stripped_text = text.strip()
         if not re.fullmatch(pattern, stripped_text):
@@ -755,7 +756,7 @@ SECTIONS = {setting.section for setting in SETTINGS}
 # Settings of earlier versions. An ini that still has one of them causes a warning.
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
-# Messages show no value of these sections. Each may be a secret, even if it is not a URL.
+# No message shows a value from these sections. Each may be a secret, even if it is not a URL.
 SECRET_SECTIONS = "webhooks", "cluster"
 
 # These settings name a text file, which is read with the settings and again when it changes.
@@ -832,7 +833,7 @@ class Settings:
     def set_text(self, name, text, origin):
         """Set the setting `name`, which is section.key, to the value of `text`.
 
-        `origin`: where the text comes from, for messages: the path of the ini, or --set. Raise
+        `origin` says in messages where the text comes from: the path of the ini, or --set. Raise
         SettingsError if the name or the text is wrong. For a setting of an earlier version, only
         add a warning to `warnings`."""
         section, _, key = name.partition(".")
@@ -919,7 +920,7 @@ def check_continuation_line(line, label):
     setting whose value is a URL.
 
     The URL may be secret. As a part of another value it might be shown on the page, and nothing
-    would be sent to it. `label`: how the message names the setting above."""
+    would be sent to it. `label` is the name of the setting above in the message."""
     key_text, _, value = line.partition("=")
     key = key_text.strip()
     before_url, separator, _ = value.partition("://")
@@ -968,14 +969,15 @@ def read_ini(path, missing_ok):
 
 
 def ini_error_text(error):
-    """Return where an ini is wrong, as text. `error`: what ConfigParser.read() has raised.
+    """Return text that says where an ini is wrong. `error` is the exception that
+    ConfigParser.read() has raised.
 
     The text never repeats a line of the ini, because the line may contain a secret."""
     if isinstance(error, UnicodeDecodeError):
         return "byte %d is not UTF-8" % (error.start + 1)
     if isinstance(error, configparser.MissingSectionHeaderError):
         return "line %d: there is no section header above it" % error.lineno
-    # A ParsingError has (line number, line) for each wrong line in `errors`
+    # `errors` of a ParsingError holds (line number, line) for each wrong line
     line_numbers = [number for number, _ in getattr(error, "errors", ())]
     if not line_numbers:
         # Since Python 3.13 a line that continues no value raises an error with only `lineno`
@@ -1238,7 +1240,7 @@ class Networks:
     def find(self, number):
         """Return the label of the smallest network that contains an address.
 
-        The address is given as its address_number(). Return None if no network contains it."""
+        `number` is the address_number() of the address. Return None if no network contains it."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1328,7 +1330,7 @@ class Cookie:
         self.current = self.keyed_hash(window)
 
     def keyed_hash(self, window):
-        """Return a hash object that has read the key and the number of a window.
+        """Return a hash object that has been fed the key and the number of a window.
 
         BLAKE2's own keyed mode would pad the key to a whole block, and so take longer."""
         return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
@@ -1421,7 +1423,7 @@ class Limiter:
                 return key
         if len(self.table) >= LIMITER_SOURCES:
             self.table.popitem(last=False)
-        # Without a verdict the bucket has been full since the time 0
+        # Without a verdict, the bucket counts as full since the time 0
         self.table[key] = verdict
         return key
 
@@ -1534,7 +1536,7 @@ class Rules:
         return NO_VERDICT
 
     def exempts(self, address):
-        """Is this address free of all limits by source?"""
+        """Is this address exempt from all limits per source?"""
         # Most addresses are in the limiter's table, and a look-up there costs less than verdict()
         full_at = self.datagram_limiter.table.get(address)
         return (full_at or self.verdict(address)) == EXEMPT
@@ -1633,9 +1635,9 @@ class Server:
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
                  aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
-        """Describe a server that was just heard. `now`: the time, for first_seen and last_seen. The
-        class lists the other parameters, which are attributes of the same names; those without a
-        parameter get the values that a new server has."""
+        """Describe a server that has just been heard from. `now` becomes first_seen and last_seen.
+        The class lists the other parameters, which are attributes of the same names; those without
+        a parameter get the values that a new server has."""
         self.game = game
         self.address = address
         self.port = port
@@ -2234,7 +2236,7 @@ class BlockForm(NamedTuple):
         return self.block_start(int(wall) - self.kept - HOUR)
 
     def read_samples(self, block_start, block, times):
-        """Return those Samples of a block whose times are in the range `times`, by their times.
+        """Return a dict of the block's Samples whose times are in the range `times`, by time.
 
         A sample that was never stored, or was stored while the server was away, is left out."""
         first_time = max(block_start, times.start)
@@ -2444,8 +2446,8 @@ class Database:
     def load(self, wall):
         """Return a list with the ListedRow of each listed server, as it was passed to save().
 
-        Only first_seen may differ: it is the time at which the server was seen for the first time
-        ever."""
+        Only first_seen may differ from that row: it is the time at which the server was first seen
+        at all."""
         self._wall = wall
         return self._run(self._load)
 
@@ -2756,7 +2758,8 @@ class Database:
             return
         ids = [{"id": server_id} for server_id, _ in excess]
         db.executemany("DELETE FROM server WHERE id = :id", ids)
-        # Older blocks cannot belong to the forgotten rows, and most of these rows are young
+        # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
+        # are recent
         first_seen = min(first_seen for _, first_seen in excess)
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
@@ -2831,8 +2834,8 @@ class Database:
 
 # --- The list on disk ----------------------------------------------------------------------------
 
-# A batch that takes longer is reported as trouble. Most take milliseconds, and some seconds if the
-# disk has to spin up
+# A batch that takes longer is reported as trouble. Most take milliseconds. Some take seconds, if
+# the disk has to spin up
 SAVE_LATE_S = 10.0
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
@@ -2925,7 +2928,7 @@ def restored_fields(fields, clean_luanti):
     """Return the attributes of Server in the column `fields` of a row, by name.
 
     They are cleaned again, because another master may have written them. A value of the wrong type
-    is left out. `clean_luanti` is that of restored_server()."""
+    is left out. `clean_luanti` is the same as in restored_server()."""
     attributes = {}
     for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
         if type(value) is not expected_type:
@@ -2967,7 +2970,7 @@ class SavedList:
     def __init__(self, database, registry, disk, health, clean_luanti):
         """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
 
-        `health` is that of Core. `clean_luanti` is that of restored_server()."""
+        `health` is that of Core. `clean_luanti` is the same as in restored_server()."""
         self.database = database
         self.registry = registry
         self.disk = disk
@@ -3312,7 +3315,7 @@ class Target:
     unanswered = 0
     # The polls that announcements have restarted since the last answer
     restarted_polls = 0
-    # The polls in a row that got no answer
+    # The number of consecutive polls that got no answer
     missed_polls = 0
     # The time from the query to its answer, in milliseconds
     ping_ms = 0.0
@@ -3956,8 +3959,8 @@ class PolledGame(Querier):
     def list_silent(self, target, server, is_gone, now):
         """Show a server that the ini names, but that does not answer, as not responding.
 
-        `server` is None if it is not listed yet; it is listed then. A listed server is changed only
-        if it `is_gone`, that is, after several missed polls."""
+        `server` is None if it is not listed yet; it is listed then. A server that is listed already
+        is changed only if `is_gone` is true, that is, after several missed polls."""
         if server is None:
             name = endpoint_text(*self.listed_endpoint(target))
             self.list_polled(target, {"name": name, "responding": False}, now)
@@ -4105,8 +4108,9 @@ class Iceball(UdpProtocol):
     def read(self, settings):
         """Take over the settings that a reload can change.
 
-        `iceball.version` is the version that BADV recommends to servers with another one. Only the
-        `iceball.accept_versions` are listed, or all versions if the set is empty."""
+        `iceball.version` is the version that BADV recommends to servers with another one. Only
+        servers with one of the `iceball.accept_versions` are listed, or servers of every version if
+        the set is empty."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
@@ -4614,7 +4618,7 @@ HYPERBOL_UNOFFICIAL = 0             # the flavor of every server that the ini do
 # A player has this long to send the request. The document says "just a few seconds to ask for the
 # full list"
 HYPERBOL_REQUEST_S = 5.0
-# All of a query, and the beginning of its answer: type, timestamp
+# A whole query, and the beginning of its answer: type, timestamp
 HYPERBOL_MESSAGE_HEAD = struct.Struct("<BI")
 HYPERBOL_QUERY = 2                  # the type of a query
 HYPERBOL_ANSWER = 27                # the type of an answer
@@ -4963,8 +4967,8 @@ class SubSpacePing(UdpProtocol, PolledGame):
     HTTP stays listed for as long as it answers polls, so its owner never counts as silent.
 
     Listed zones are in the registry, where SubSpaceList finds them. This object keeps only the
-    announcements that wait for the answer to a ping, and the times at which owners were last heard.
-    """
+    announcements that are waiting for the answer to a ping, and the times at which owners were last
+    heard from."""
 
     game = "subspace"
     offset = 1
@@ -5355,7 +5359,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         if target.pinned or zone.lifetime == math.inf:
             self.list_polled(target, fields, now)
         else:
-            # This zone stays listed by its announcements; answers to polls do not prolong that.
+            # Announcements keep this zone listed; answers to polls do not extend that time.
             fields["confirmed"] = True
             self.registry.update(zone, fields)
 
@@ -5777,7 +5781,7 @@ class SubSpaceLink:
         return []
 
     def on_reliable(self, packet, now):
-        """Handle a reliable packet of the peer. Return a list with its acknowledgement.
+        """Handle a reliable packet from the peer. Return a list with its acknowledgement.
 
         Return [] if an earlier packet is missing. The peer will then send this packet again."""
         number_bytes = packet[2:6]
@@ -6075,7 +6079,8 @@ def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
 
 
 def parse_zone_entry(head, description):
-    """Return a zone of a list as a dict. `head` has 78 bytes; the description follows it there."""
+    """Return one zone of a list as a dict. `head` has 78 bytes; in the list, the description
+    follows it."""
     address, port, players, scores, version, name = ZONE_ENTRY_HEAD.unpack(head)
     has_scores = scores & 255               # only the low byte counts
     return {
@@ -6532,10 +6537,10 @@ def answer_aio_framed(session, now):
         > 01000000 01                   news
         < … 01 text.string16
 
-    Peers read a frame by one recv(4) and one recv(length), and lose a frame that comes in two
-    pieces. So each frame is written by one call, and a long one is compressed. Return the answer,
-    or None if the message is not complete yet. Raise Malformed if it has another type, or if its
-    frame cannot be read."""
+    Peers read a frame with one recv(4) and one recv(length), and lose a frame that arrives in two
+    pieces. So each frame is written in one call, and a long one is compressed to fit. Return the
+    answer, or None if the message is not complete yet. Raise Malformed if it has another type, or
+    if its frame cannot be read."""
     unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
     if unframed is None:
         return None
@@ -7336,7 +7341,7 @@ class Quake3(UdpProtocol, PolledGame):
             title = quake3_title(server.game, gamename)
             self.registry.set_game_title(server, title)
 
-    # Questions of players' programs
+    # Questions from players' programs
 
     def render_answer_function(self, servers):
         """Return answer(question), a function that answers Quake3Questions about these servers.
@@ -7632,7 +7637,7 @@ LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
 LUANTI_GOODBYE = b"\0\0\3"          # ends a goodbye, after the id and the peer's number
-LUANTI_ADDRESS_CHARACTERS = 250     # a host name has 253 at most (RFC 1035), with its last dot
+LUANTI_ADDRESS_CHARACTERS = 250     # a host name has at most 253, with its final dot (RFC 1035)
 LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough, and int() is slow with 10,000
 # Only this many names of a list are read. Few servers have 500 mods
 LUANTI_NAMES = 500
@@ -8202,7 +8207,7 @@ METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 # One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
 SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
-# The marks beside the names of servers, with the explanation that is the mark's title
+# The marks beside the names of servers, each with the explanation that is shown as its title
 BADGES = {
     "official": "Marked as official by the operator of this list",
     "unconfirmed": "Listed before its master was restarted, not heard from since",
@@ -9222,7 +9227,7 @@ class ListPage(NamedTuple):
     servers: Sequence[Server]       # all that match the filter
     rows: Html                      # render_rows() of the first of them
     counts: Mapping[str, int]       # the number of servers of each game that has any
-    # (game, reader, line) of contact_lines(), which are shown if no server is listed
+    # The (game, reader, line) tuples from contact_lines(), shown if no server is listed
     contacts: Sequence[Tuple[str, str, str]]
     spark: Html                     # the sparkline of all players together
 
@@ -9285,9 +9290,9 @@ def render_totals(contents):
 def render_game_tabs(context, counts, chosen_game):
     """Return one tab for all games together and one for each game that has servers.
 
-    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, "" the tab of
-    all games; a chosen game gets a tab even if it has no servers. If fewer than two games would
-    have a tab, nobody needs a choice, and there are no tabs."""
+    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, or "" for the
+    tab of all games. A chosen game gets a tab even if it has no servers. If fewer than two games
+    would have a tab, nobody needs a choice, and there are no tabs."""
     tab_games = []
     for game in context.games:
         if game in counts or game == chosen_game:
@@ -9708,7 +9713,7 @@ LATEST_MARK = """\
 <text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
 """
 
-# The strftime() format of a tick that stands at the first of a month
+# The strftime() format of a tick on the first of a month
 MONTH_FORMAT = "%b"
 # How the time axis is divided, by the span of the chart. Each row has the longest span for which it
 # is used, in days, the seconds from tick to tick, and the strftime() format of a tick's text. The
@@ -9919,8 +9924,8 @@ def render_latest(x, y, text):
 # The page and the lists over HTTP. http.server parses a request and formats its response, but reads
 # and writes bytes in memory instead of a socket. One function for each route makes the response.
 # Every response carries `Length` beside `Content-Length`, because the Iceball client exits without
-# it. Lists are cached until the next tick. So are whole responses, by the bytes of their requests,
-# and so most requests cost one look-up.
+# it. Lists are cached until the next tick. Whole responses are cached too, by the bytes of their
+# requests, so most requests cost one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -10150,7 +10155,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         return True
 
     def send_error(self, code, message=None, explain=None):
-        """Raise the error that http.server has found in the request as an HttpError."""
+        """Raise an HttpError for the error that http.server has found in the request."""
         raise HttpError(code, "%s." % message)
 
     def log_request(self, code="-", size="-"):
@@ -11221,7 +11226,7 @@ def announced_fields(values):
 
 
 def announced_text(name, value):
-    """Return the value of the field `name` as text that is safe to show, cut to its length.
+    """Return the value of the field `name` as text that is safe to show, cut to the field's length.
 
     A number is accepted too, and converted to text. Raise Refused if the value has another type."""
     if isinstance(value, (bool, list, dict)):
@@ -11599,8 +11604,8 @@ def metric_values(web, now):
 def get_healthz(web, request):
     """Return the response for programs that watch this master, as JSON.
 
-    Its status is always 200, because the master serves; `trouble` names the parts that do not
-    work."""
+    Its status is always 200, because the master is able to answer; `trouble` names the parts that
+    do not work."""
     health = web.core.health
     body = to_json({
         "status": "trouble" if health else "ok",
@@ -11956,7 +11961,7 @@ def log_failure(error, tally, peer, protocol_name, data):
     """Count and log an exception that was raised while the input of a peer was handled.
 
     Malformed input is logged at debug level. Any other exception is a bug of this program and is
-    logged as an error, with its traceback. `peer`: the peer as text; `data`: the input."""
+    logged as an error, with its traceback. `peer` is the peer as text, `data` the input."""
     if isinstance(error, Malformed):
         tally.malformed += 1
         log.debug("%s %s malformed: %s: %a", peer, protocol_name, error,
@@ -12081,7 +12086,7 @@ class TcpConnection:
     def __init__(self, listener, sock, address, session):
         """Start to read from an accepted, non-blocking socket.
 
-        `listener`: the TcpListener that accepted it; `address`: the peer's address."""
+        `listener` is the TcpListener that has accepted it, `address` the peer's address."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
@@ -12296,7 +12301,7 @@ class TcpListener:
                 # The peer has closed this connection already
                 continue
             if not peer:
-                # macOS reports a connection that the peer has closed already in this way
+                # This is how macOS reports a connection that the peer has closed already
                 sock.close()
                 continue
             health.pop("descriptors", None)
@@ -12436,7 +12441,7 @@ class WorkerThread:
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
 LOG_FILES = 3                       # how many older files are kept: with the current one 40 MB
 LOG_LINES = 1000                    # how many may wait for the thread that writes them
-LOG_END_S = 1.0                     # how long the end of the program waits for these lines
+LOG_END_S = 1.0                     # how long the end of the program waits for these to be written
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
@@ -12693,7 +12698,8 @@ def retry_pause(retry_after):
 
 
 class Webhook(WorkerThread):
-    """A receiver of news. It has a thread of its own, so one that hangs does not delay another."""
+    """A URL to which news is sent. It has a thread of its own, so one that hangs does not delay
+    another."""
 
     is_failing = False
     is_dismissed = False
@@ -13185,8 +13191,8 @@ class EngineLink:
     def ask(self, *arguments):
         """Send a command and return the reply.
 
-        `arguments`: the command's name and its arguments, as bytes, strings or numbers. A reply is
-        bytes, a list of replies for an array, or b"" if the engine has no value ($-1)."""
+        `arguments` are the command's name and its arguments, as bytes, strings or numbers. A reply
+        is bytes, a list of replies for an array, or b"" if the engine has no value ($-1)."""
         parts = [b"*%d\r\n" % len(arguments)]
         for argument in arguments:
             if isinstance(argument, bytes):
@@ -13315,7 +13321,8 @@ class MasterLogs:
         self.records_read = {}
 
     def full_key(self, name):
-        """Return the engine's key for the log, or for the lease of the master, with this name."""
+        """Return the engine's key for the log of this name, or for the lease of the master of this
+        name."""
         return self.prefix + b":" + name
 
     def connect(self):
@@ -13348,10 +13355,10 @@ class MasterLogs:
         """Write our changes, wait for CLUSTER_PACE_S, and read the changes of the other masters.
         Return a list with a LogUpdate for each other master.
 
-        `records`: pairs of a ServerRecord and whether the server is confirmed;
-        `begins_log`: True if the records are all our servers and begin a new log;
-        `has_webhooks`: whether this master has webhooks. Raise NameTaken if another process holds
-        our name, Malformed if our lease has ended, and what EngineLink raises."""
+        `records` are pairs of a ServerRecord and whether the server is confirmed. `begins_log` is
+        True if the records are all our servers and begin a new log. `has_webhooks` says whether
+        this master has webhooks. Raise NameTaken if another process holds our name, Malformed if
+        our lease has ended, and what EngineLink raises."""
         lease = self.read_own_lease()
         held_lease = self.renewed_at is not None
         if held_lease and not lease:
@@ -13406,9 +13413,10 @@ class MasterLogs:
     def renew_lease(self, lease, has_webhooks):
         """Write our lease, which then lasts for CLUSTER_LEASE_S.
 
-        `lease`: its present value, b"" if it has to be taken. Others read the log that the lease
-        names, so the log must be complete. Raise NameTaken if another process has just taken the
-        lease, and Malformed if the engine does not store it for another reason."""
+        `lease` is the present value of the lease, or b"" if it has yet to be taken. Others read the
+        log that the lease names, so the log must be complete. Raise NameTaken if another process
+        has just taken the lease, and Malformed if the engine does not store it for another
+        reason."""
         value = self.log_name
         if has_webhooks:
             value += b" " + self.WEBHOOK_MARK
@@ -13474,7 +13482,8 @@ class MasterLogs:
         """Return the LogEntry for a record of another master's log. If the record is malformed or
         our rules refuse it, log that and return UNREADABLE.
 
-        `master`: the other master's name; `record`: JSON, as append_records() describes it."""
+        `master` is the other master's name, and `record` is JSON, as append_records() describes
+        it."""
         column_count = len(ListedRow._fields)
         try:
             values = list(json.loads(record))
@@ -13708,8 +13717,8 @@ class Cluster:
             self.copy_attributes(remote, server, self.TAKEN_OVER)
 
     def latest_remote_server(self, key):
-        """Return the server with this key as the other master that heard it last knows it. Return
-        None if no other master knows it, or if our rules forbid listing it."""
+        """Return the server with this key, as known to the other master that heard from it last.
+        Return None if no other master knows it, or if our rules forbid listing it."""
         candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
         latest = max(candidates, key=lambda server: server.last_seen, default=None)
         if latest is None:
@@ -13802,7 +13811,7 @@ class Cluster:
             reconnects_total=max(0, self.tally.connections - 1))
 
     def keep_remote_servers(self, now):
-        """Let the servers of other masters not expire as long as there is a link.
+        """Keep the servers of other masters from expiring as long as there is a link.
 
         Return the number of listed servers that each master has heard, by the master's name."""
         counts = collections.Counter({self.name: 0})
@@ -14056,7 +14065,7 @@ class MasterServer:
         """Run one round of the event loop: wait until a socket is ready or a tick is due, handle
         all sockets that are ready, and make the ticks that are due.
 
-        `until`: the monotonic time at which the waiting ends in any case."""
+        `until` is the time, by the monotonic clock, at which the waiting ends in any case."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -14121,7 +14130,7 @@ class MasterServer:
 
     def log_event(self, event, server):
         """Log that a server was listed or has left, but not more than LOGGED_EVENTS times a
-        second. `event`: "listed" or "gone"."""
+        second. `event` is "listed" or "gone"."""
         self.events_this_second += 1
         if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
@@ -14257,7 +14266,7 @@ class MasterServer:
     @staticmethod
     def bind_problem(entry, host, port, error):
         """Return a message that says which address and port could not be bound, why, and which
-        settings to change. `error`: the OSError."""
+        settings to change. `error` is the OSError."""
         section, key = (entry.setting or "server.bind").split(".")
         return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
             entry.name, entry.transport.upper(), endpoint_text(host, port),
@@ -14482,7 +14491,7 @@ class IceballAnnouncer(Announcer):
 
     After a refusal (BADV or BADF) it pauses for 30 minutes, as deployed game servers do."""
 
-    sent_in_burst = 0               # the number of packets of the present burst that were sent
+    sent_in_burst = 0               # the number of packets sent so far in the present burst
     is_answered = False             # True if the master has answered since the last burst ended
 
     def announce(self, now):
@@ -14564,7 +14573,7 @@ class SubSpaceAnnouncer(Announcer):
 
 
 class AioAnnouncer(Announcer):
-    """Announces an AIO server in the text dialect, by a connection that is kept open.
+    """Announces an AIO server in the text dialect, over a connection that is kept open.
 
     In this dialect a master that refuses a server does not say so. The reason may end later, so the
     server is published again with each keepalive. The number of players is a part of the name, as
@@ -14627,7 +14636,7 @@ class AioAnnouncer(Announcer):
 
 
 class FramedAioAnnouncer(AioAnnouncer):
-    """Announces an AIO server in the framed dialect, by a connection that is kept open.
+    """Announces an AIO server in the framed dialect, over a connection that is kept open.
 
     The announcement has only the port. Masters query that port by UDP for everything else."""
 
@@ -14812,10 +14821,10 @@ class Announcement:
     give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
-    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace's query
-    port + 1, Hyperbol's and AIO's (framed) query the port itself. If that port is free, the queries
-    are answered here; otherwise the game server has to answer them. An instance can run only once.
-    """
+    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace masters
+    query port + 1, Hyperbol and framed AIO masters query the port itself. If that port is free, the
+    queries are answered here; otherwise the game server has to answer them. An instance can run
+    only once. """
 
     failure = ""
     # This is not a threading.Event, because stop() may be called in a signal handler, and that may
@@ -16252,7 +16261,7 @@ def announce_arguments(parser):
 
 
 class Command(NamedTuple):
-    """A command of the command line, such as `announce`."""
+    """A subcommand of the program, such as `announce`."""
 
     run: Callable[[argparse.Namespace], int]            # returns the exit status
     add_arguments: Callable[[argparse.ArgumentParser], None]
