@@ -5883,7 +5883,7 @@ class SubSpaceList(UdpProtocol):
     datagram_bytes = LINK_PACKET_BYTES
 
     def __init__(self, core):
-        """Join a Core: its registry, its poller and its settings."""
+        """Serve the zones in the registry of a Core, under the limits of its rules."""
         registry = core.registry
         self.rules = registry.rules
         self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
