@@ -13437,31 +13437,30 @@ class MasterLogs:
         # The next exchange gets a new dict, without the logs that are not in use any more
         records_read = {}
         for member in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
+            # A lease is the name of a log and, for a master with webhooks, a space and WEBHOOK_MARK
             lease = self.link.ask("GET", self.full_key(member))
-            if not lease:
+            log_name, _, mark = lease.partition(b" ")
+            if not log_name:
                 self.link.ask("SREM", self.prefix, member)
                 continue
             master = member.decode("ascii", "replace")
             is_master_name = re.fullmatch(PLAIN_NAME, master)
             if is_master_name and master != self.name:
-                update = self.read_log(master, lease, records_read)
+                has_webhooks = mark == self.WEBHOOK_MARK
+                update = self.read_log(master, log_name, has_webhooks, records_read)
                 updates.append(update)
         self.records_read = records_read
         return updates
 
-    def read_log(self, master, lease, records_read):
+    def read_log(self, master, log_name, has_webhooks, records_read):
         """Return a LogUpdate with the new records in the log of another master.
 
-        `lease` is the value of the master's lease: the name of its log and, if the master has
-        webhooks, a space and WEBHOOK_MARK. The number of records that have been read of the log so
-        far is added to `records_read`."""
-        log_name, _, mark = lease.partition(b" ")
+        The number of records that have been read of the log so far is added to `records_read`."""
         is_new_log = log_name not in self.records_read
         already_read = self.records_read.get(log_name, 0)
         records = self.read_new_records(log_name, already_read)
         records_read[log_name] = already_read + len(records)
         entries = [self.decode_record(master, record) for record in records]
-        has_webhooks = mark == self.WEBHOOK_MARK
         return LogUpdate(master, has_webhooks, is_new_log, entries)
 
     def read_new_records(self, log_name, already_read):
@@ -13521,8 +13520,7 @@ HOST_NAME_CHARACTERS = 50           # a master's name has at most 64, 9 of them 
 def default_master_name(database):
     """Return a name for this master: the host's name and a number that is kept in the database.
 
-    `database`: None if there is none. Then, or if the database fails, the number changes with each
-    start."""
+    Without a database (None), or if the database fails, the number changes with each start."""
     number = RANDOM.getrandbits(32)
     if database:
         with contextlib.suppress(*DISK_ERRORS):
