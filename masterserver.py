@@ -414,6 +414,17 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     return bracketed_host or host, port
 
 
+def read_host_and_port(text):
+    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
+
+    The port is None if the text does not have one. Raise ValueError for text in another format."""
+    with contextlib.suppress(ValueError):
+        return read_address(text), None
+    if text and ":" not in text:
+        return text, None
+    return read_endpoint(text)
+
+
 def read_numeric_endpoint(text):
     """Return (address, port) for `ADDRESS:PORT`, with an IP address and no host name."""
     address, port = read_endpoint(text)
@@ -13855,6 +13866,419 @@ class Cluster:
         return heard_or_unreachable_until + HOUR
 
 
+# --- Lists of other masters ----------------------------------------------------------------------
+#
+# These functions block: they run in the thread of Upstreams, and in the command `list`. To add a
+# game, write a function that takes a host and a port and returns a list of dicts that can be
+# written as JSON, and add it to LISTS. If no list comes, the function raises an OSError or
+# Malformed whose text says why.
+
+ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
+ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
+# The time for a whole list. Our own master does not serve a slow reader for longer
+ASK_TOTAL_S = OUTPUT_TOTAL_S
+FETCH_S = 10.0                      # a list server that is silent for this long does not answer
+FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
+AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
+AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
+HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
+HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
+AIO_TEXT_LIST_REQUEST = b"12#%\n"
+ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
+QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
+                     b"\xff\xff\xff\xffgetserversResponse")
+# The size of a server's address in a list, by the byte that precedes it
+QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
+PORT_BYTES = 2
+
+
+@contextlib.contextmanager
+def udp_socket(host, port):
+    """Yield a UDP socket that sends only to this endpoint and receives only from it.
+
+    Raise OSError if the host is not found."""
+    address = resolve_host(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, port))
+        yield sock
+
+
+def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
+    """Send a question up to `tries` times, until an answer comes.
+
+    `read_answer(data)` reads a datagram, and raises Malformed if it is not an answer. Return its
+    result and the round trip time in milliseconds. Raise TimeoutError if no answer comes."""
+    trouble = ""
+    sock.settimeout(ASK_WAIT_S)
+    for _ in range(tries):
+        asked_at = time.monotonic()
+        try:
+            sock.send(question)
+            result = read_answer(sock.recv(POLL_ANSWER_BYTES))
+        except Malformed as error:
+            trouble = "; what came is not an answer: %s" % error
+        except socket.timeout:
+            pass
+        else:
+            ping_ms = (time.monotonic() - asked_at) * 1000
+            return result, round(ping_ms, 1)
+    _, port, *_ = sock.getpeername()
+    raise TimeoutError("no answer from UDP port %d%s" % (port, trouble))
+
+
+def tcp_ask(sock, question, read_answer):
+    """Send a question, receive data until `read_answer(data)` accepts them, and return its result.
+
+    `read_answer` is given all data received so far, and returns None as long as they are not
+    complete. The socket's timeout limits the wait for each piece, ASK_TOTAL_S the whole exchange.
+    Raise OSError if one of them is exceeded or the connection breaks, and Malformed if the other
+    side closes it before the answer is complete."""
+    for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
+        result = read_answer(data)
+        if result is not None:
+            return result
+    raise Malformed("no list came before the end")
+
+
+def tcp_read_all(sock, question, entry_bytes=0):
+    """Send a question, and return all data that come until the other side closes the connection.
+
+    If the answer consists of entries with `entry_bytes` bytes each, at most LIST_SERVERS of them
+    are accepted. Deadlines and errors are those of tcp_ask()."""
+    max_bytes = FETCH_BYTES
+    limit_text = "%d bytes" % FETCH_BYTES
+    if entry_bytes:
+        max_bytes = entry_bytes * LIST_SERVERS
+        limit_text = "%d servers" % LIST_SERVERS
+    data = bytearray()
+    for data in received_so_far(sock, question, max_bytes, limit_text):
+        pass
+    return data
+
+
+def received_so_far(sock, question, max_bytes, limit_text):
+    """Send a question, and yield all data received so far each time that more have come.
+
+    The generator ends when the other side closes the connection. Raise Malformed if more than
+    `max_bytes` come; `limit_text` is that limit in words. Raise OSError after a timeout."""
+    sock.sendall(question)
+    data = bytearray()
+    deadline = time.monotonic() + ASK_TOTAL_S
+    while True:
+        piece = sock.recv(RECV_BYTES)
+        if not piece:
+            return
+        data += piece
+        yield data
+        if len(data) > max_bytes:
+            raise Malformed("more than " + limit_text)
+        check_deadline(deadline)
+
+
+def check_deadline(deadline):
+    """Raise TimeoutError if the deadline of an exchange, ASK_TOTAL_S after its start, is over."""
+    if time.monotonic() > deadline:
+        raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
+
+
+class ZoneListLink(SubSpaceLink):
+    """The player's end of the exchange by which SubSpaceList sends its list.
+
+    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
+
+    zones = b""
+    total = FETCH_BYTES
+
+    def on_packet(self, packet, now):
+        """Add a piece of the list to `zones`. Other packets are ignored.
+
+        A piece is 00 0a, the size of the whole list as u32, and some bytes of the list."""
+        if packet[:2] == LINK_LIST_PIECE:
+            size, chunk = packet[2:6], packet[6:]
+            self.total = min(self.total, int.from_bytes(size, "little"))
+            self.zones += chunk
+
+
+def list_subspace(host, port):
+    """Return the zones that a SubSpace master lists, from the exchange on its UDP port."""
+    with udp_socket(host, port) as sock:
+        first_version, *_ = LINK_VERSIONS
+        connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
+        udp_ask(sock, connect, read_answer=bytes)   # any datagram means that the master agrees
+        link = fetch_zones(sock)
+        with contextlib.suppress(OSError):      # the master may have stopped
+            sock.send(LINK_DISCONNECT)
+    if len(link.zones) != link.total:
+        raise TimeoutError("no list from UDP port %d" % port)
+    return parse_zone_list(link.zones)
+
+
+def fetch_zones(sock):
+    """Receive the list of zones, after the master has accepted the connection.
+
+    Return the ZoneListLink, whose list may be incomplete: the master may have disconnected, or
+    ASK_TOTAL_S may have passed."""
+    sock.settimeout(LINK_RESEND_S / 2)
+    deadline = time.monotonic() + ASK_TOTAL_S
+    link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
+    packets = link.tick(time.monotonic())
+    while len(link.zones) < link.total and not link.is_closed:
+        if time.monotonic() >= deadline:
+            break
+        for packet in packets:
+            sock.send(packet)
+        try:
+            packets = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
+        except (socket.timeout, Malformed):
+            packets = link.tick(time.monotonic())
+    return link
+
+
+def list_hyperbol(host, port):
+    """Return the servers that a Hyperbol master lists.
+
+    The master greets with a key, which the request repeats, and closes after the list."""
+    with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
+        # The greeting is so short that it arrives in one segment
+        greeting = sock.recv(HYPERBOL_GREETING.size)
+        key, _ = parse_hyperbol_greeting(greeting)
+        request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
+        data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
+    servers = []
+    for address, server_port, flavor in parse_hyperbol_list(data):
+        servers.append({"address": address, "port": server_port, "flavor": flavor})
+    return servers
+
+
+def list_aio(host, port):
+    """Return the servers that an AIO master lists.
+
+    The text dialect is tried first, because its list has names. A master that does not speak it
+    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
+    if neither gives a list."""
+    try:
+        return list_aio_text(host, port)
+    except (socket.timeout, ConnectionResetError, Malformed) as error:
+        text_error = error_text(error)
+    try:
+        return list_aio_framed(host, port)
+    except (OSError, Malformed) as error:
+        raise Malformed("no list as text (%s), and none in frames (%s)" % (
+            text_error, error_text(error))) from None
+
+
+def list_aio_text(host, port):
+    """Return the servers that an AIO master lists in the text dialect."""
+    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
+        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
+    return aio_text_entries(fields)
+
+
+def aio_text_fields(data):
+    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
+
+    Greetings, which are other numbered messages, may precede the list. Return None if the list is
+    not complete yet."""
+    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
+    if not start or not data.endswith(b"#%"):
+        return None
+    return data[start.end():-len(b"#%")]
+
+
+def aio_text_entries(data):
+    """Return the servers in a text list as dicts.
+
+        name#description#address#port { #name#description#address#port }*
+
+    Raise Malformed if there are too many servers, or if a port is not a number."""
+    if data.count(b"#") >= 4 * LIST_SERVERS:
+        raise Malformed("more than %d servers" % LIST_SERVERS)
+    fields = data.decode("utf-8", "replace").split("#")
+    servers = []
+    for start in range(0, len(fields) - 3, 4):
+        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
+        name, description, address, port_text = server_fields
+        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
+            raise Malformed("port: %a" % port_text)
+        # In the document, an empty list has this as its only entry
+        if name.startswith("No servers currently online"):
+            continue
+        servers.append({"name": name, "description": description, "address": address,
+                        "port": int(port_text)})
+    return servers
+
+
+def aio_unescape(field):
+    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
+    text = field.replace("<num>", "#").replace("<percent>", "%")
+    return clean(text, TEXT_CHARACTERS)
+
+
+def list_aio_framed(host, port):
+    """Return the servers that an AIO master lists in the framed dialect."""
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
+    return aio_framed_entries(payload)
+
+
+def payload_after_greeting(data):
+    """Return the payload of the frame that follows a framed master's greeting.
+
+    Return None if the frame is not complete yet."""
+    unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
+    if unframed is None:
+        return None
+    payload, _ = unframed
+    return payload
+
+
+def aio_framed_entries(payload):
+    """Return the servers in the payload of a framed list, as dicts.
+
+        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
+
+    Raise Malformed if the payload is not a list, or is truncated."""
+    if payload[:1] != AIO_LIST:
+        raise Malformed("type: not a list")
+    servers = []
+    count_bytes = 2                     # the count itself is redundant, and skipped
+    offset = len(AIO_LIST) + count_bytes
+    while offset < len(payload):
+        address_start = offset + 1
+        address_end = address_start + payload[offset]
+        offset = address_end + PORT_BYTES
+        if len(payload) < offset:
+            raise Malformed("a list that is cut off")
+        address = payload[address_start:address_end].decode("ascii", "replace")
+        port = int.from_bytes(payload[address_end:offset], "little")
+        servers.append({"address": clean(address), "port": port})
+    return servers
+
+
+def list_quake3(host, port, gamename, protocol):
+    """Return the servers that a Quake III master lists for a gamename and a protocol number.
+
+    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
+    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
+    deadline = time.monotonic() + ASK_TOTAL_S
+    with udp_socket(host, port) as sock:
+        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
+        servers, is_complete = first_part
+        while not is_complete:
+            check_deadline(deadline)
+            try:
+                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
+            except socket.timeout:
+                raise TimeoutError("timed out: the end of the list did not come") from None
+            servers += more_servers
+            if len(servers) > LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+    return servers
+
+
+def quake3_list_part(data):
+    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
+
+        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
+        \ "EOT" 000000                      this only at the end of the last datagram
+
+    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
+    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
+    format."""
+    servers = []
+    offset = quake3_list_start(data)
+    while offset < len(data) and data[offset:] != QUAKE3_END:
+        separator = data[offset:offset + 1]
+        address_bytes = QUAKE3_ADDRESS_BYTES.get(separator)
+        if address_bytes is None:
+            raise Malformed("a server begins with \\ or /, not with %a" % separator)
+        address_start = offset + 1
+        address_end = address_start + address_bytes
+        offset = address_end + PORT_BYTES
+        if len(data) < offset:
+            raise Malformed("a list that is cut off")
+        address = ipaddress.ip_address(data[address_start:address_end])
+        port = int.from_bytes(data[address_end:offset], "big")
+        servers.append({"address": str(address), "port": port})
+    is_last = offset < len(data)
+    return servers, is_last
+
+
+def quake3_list_start(data):
+    """Return the offset of the first server in a datagram of a list.
+
+    Raise Malformed if the datagram does not begin as a list does."""
+    for head in QUAKE3_LIST_HEADS:
+        if data.startswith(head):
+            return len(head)
+    raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+
+
+class JsonList(NamedTuple):
+    """The path of a game's list in JSON, and the names of those members that differ by game."""
+
+    path: str
+    servers: str                        # the member that is the array of servers
+    players: str                        # the member of a server with its number of players
+    max_players: str                    # the member of a server with its maximum of players
+
+
+ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
+LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
+
+
+def list_iceball(host, port):
+    """Return the servers that an Iceball master lists."""
+    return list_json(host, port, ICEBALL_LIST)
+
+
+def list_luanti(host, port):
+    """Return the servers that a Luanti server list lists."""
+    return list_json(host, port, LUANTI_LIST)
+
+
+def list_json(host, port, json_list):
+    """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
+
+    Raise Malformed if the response is not such a list."""
+    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
+    host_field = endpoint_text(host, port)
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
+    with socket.create_connection((host, port), FETCH_S) as sock:
+        response = tcp_read_all(sock, request.encode())
+    _, _, body = response.partition(b"\r\n\r\n")
+    try:
+        entries = json.loads(body)[json_list.servers]
+        return [json_entry(entry, json_list) for entry in entries]
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+            ValueError) as error:
+        raise Malformed("%s: %r" % (json_list.path, error)) from None
+
+
+def json_entry(entry, json_list):
+    """Return one server of a list in JSON as a dict with the keys that other games' lists have."""
+    server = {}
+    for name in ("address", "name", "mode", "map", "version"):
+        server[name] = clean(str(entry.get(name, "")))
+    server["port"] = int(entry["port"])
+    server["players"] = int(entry[json_list.players])
+    server["max_players"] = int(entry[json_list.max_players])
+    return server
+
+
+# For each game the function that fetches a list, and the default port of the game's masters
+LISTS: Any = {
+    "iceball": (list_iceball, 27790),
+    "subspace": (list_subspace, 4990),
+    "hyperbol": (list_hyperbol, 20203),
+    "aio": (list_aio, 27011),
+    "quake3": (list_quake3, 27950),
+    "luanti": (list_luanti, 27790),
+}
+
+
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
@@ -15131,121 +15555,11 @@ def command_announce(arguments):
     return EXIT_OK
 
 
-# --- Asking game servers and masters -------------------------------------------------------------
+# --- Asking game servers -------------------------------------------------------------------------
 #
-# The commands `ping` and `list`. To add a game, write a function that takes a host and a port and
-# returns a dict or a list that can be written as JSON, and add it to PINGS or LISTS. If it gets no
-# answer, the function raises an OSError or Malformed whose text says why.
-
-ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
-ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
-# The time for a whole list. Our own master does not serve a slow reader for longer
-ASK_TOTAL_S = OUTPUT_TOTAL_S
-FETCH_S = 10.0                      # a list server that is silent for this long does not answer
-FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
-LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
-AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
-HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
-HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-AIO_TEXT_LIST_REQUEST = b"12#%\n"
-ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
-QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
-                     b"\xff\xff\xff\xffgetserversResponse")
-# The size of a server's address in a list, by the byte that precedes it
-QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
-PORT_BYTES = 2
-
-
-@contextlib.contextmanager
-def udp_socket(host, port):
-    """Yield a UDP socket that sends only to this endpoint and receives only from it.
-
-    Raise OSError if the host is not found."""
-    address = resolve_host(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((address, port))
-        yield sock
-
-
-def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
-    """Send a question up to `tries` times, until an answer comes.
-
-    `read_answer(data)` reads a datagram, and raises Malformed if it is not an answer. Return its
-    result and the round trip time in milliseconds. Raise TimeoutError if no answer comes."""
-    trouble = ""
-    sock.settimeout(ASK_WAIT_S)
-    for _ in range(tries):
-        asked_at = time.monotonic()
-        try:
-            sock.send(question)
-            result = read_answer(sock.recv(POLL_ANSWER_BYTES))
-        except Malformed as error:
-            trouble = "; what came is not an answer: %s" % error
-        except socket.timeout:
-            pass
-        else:
-            ping_ms = (time.monotonic() - asked_at) * 1000
-            return result, round(ping_ms, 1)
-    _, port, *_ = sock.getpeername()
-    raise TimeoutError("no answer from UDP port %d%s" % (port, trouble))
-
-
-def tcp_ask(sock, question, read_answer):
-    """Send a question, receive data until `read_answer(data)` accepts them, and return its result.
-
-    `read_answer` is given all data received so far, and returns None as long as they are not
-    complete. The socket's timeout limits the wait for each piece, ASK_TOTAL_S the whole exchange.
-    Raise OSError if one of them is exceeded or the connection breaks, and Malformed if the other
-    side closes it before the answer is complete."""
-    for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
-        result = read_answer(data)
-        if result is not None:
-            return result
-    raise Malformed("no list came before the end")
-
-
-def tcp_read_all(sock, question, entry_bytes=0):
-    """Send a question, and return all data that come until the other side closes the connection.
-
-    If the answer consists of entries with `entry_bytes` bytes each, at most LIST_SERVERS of them
-    are accepted. Deadlines and errors are those of tcp_ask()."""
-    max_bytes = FETCH_BYTES
-    limit_text = "%d bytes" % FETCH_BYTES
-    if entry_bytes:
-        max_bytes = entry_bytes * LIST_SERVERS
-        limit_text = "%d servers" % LIST_SERVERS
-    data = bytearray()
-    for data in received_so_far(sock, question, max_bytes, limit_text):
-        pass
-    return data
-
-
-def received_so_far(sock, question, max_bytes, limit_text):
-    """Send a question, and yield all data received so far each time that more have come.
-
-    The generator ends when the other side closes the connection. Raise Malformed if more than
-    `max_bytes` come; `limit_text` is that limit in words. Raise OSError after a timeout."""
-    sock.sendall(question)
-    data = bytearray()
-    deadline = time.monotonic() + ASK_TOTAL_S
-    while True:
-        piece = sock.recv(RECV_BYTES)
-        if not piece:
-            return
-        data += piece
-        yield data
-        if len(data) > max_bytes:
-            raise Malformed("more than " + limit_text)
-        check_deadline(deadline)
-
-
-def check_deadline(deadline):
-    """Raise TimeoutError if the deadline of an exchange, ASK_TOTAL_S after its start, is over."""
-    if time.monotonic() > deadline:
-        raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
-
+# The command `ping`. To add a game, write a function that takes a host and a port and returns a
+# dict that can be written as JSON, and add it to PINGS. If it gets no answer, the function raises
+# an OSError or Malformed whose text says why.
 
 def ping_subspace(host, port):
     """Query a zone of SubSpace. Return its players, how many of them play, its arenas and its ping.
@@ -15318,291 +15632,6 @@ def ping_luanti(host, port):
     return {"ping_ms": ping_ms}
 
 
-class ZoneListLink(SubSpaceLink):
-    """The player's end of the exchange by which SubSpaceList sends its list.
-
-    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
-
-    zones = b""
-    total = FETCH_BYTES
-
-    def on_packet(self, packet, now):
-        """Add a piece of the list to `zones`. Other packets are ignored.
-
-        A piece is 00 0a, the size of the whole list as u32, and some bytes of the list."""
-        if packet[:2] == LINK_LIST_PIECE:
-            size, chunk = packet[2:6], packet[6:]
-            self.total = min(self.total, int.from_bytes(size, "little"))
-            self.zones += chunk
-
-
-def list_subspace(host, port):
-    """Return the zones that a SubSpace master lists, from the exchange on its UDP port."""
-    with udp_socket(host, port) as sock:
-        first_version, *_ = LINK_VERSIONS
-        connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
-        udp_ask(sock, connect, read_answer=bytes)   # any datagram means that the master agrees
-        link = fetch_zones(sock)
-        with contextlib.suppress(OSError):      # the master may have stopped
-            sock.send(LINK_DISCONNECT)
-    if len(link.zones) != link.total:
-        raise TimeoutError("no list from UDP port %d" % port)
-    return parse_zone_list(link.zones)
-
-
-def fetch_zones(sock):
-    """Receive the list of zones, after the master has accepted the connection.
-
-    Return the ZoneListLink, whose list may be incomplete: the master may have disconnected, or
-    ASK_TOTAL_S may have passed."""
-    sock.settimeout(LINK_RESEND_S / 2)
-    deadline = time.monotonic() + ASK_TOTAL_S
-    link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
-    packets = link.tick(time.monotonic())
-    while len(link.zones) < link.total and not link.is_closed:
-        if time.monotonic() >= deadline:
-            break
-        for packet in packets:
-            sock.send(packet)
-        try:
-            packets = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
-        except (socket.timeout, Malformed):
-            packets = link.tick(time.monotonic())
-    return link
-
-
-def list_hyperbol(host, port):
-    """Return the servers that a Hyperbol master lists.
-
-    The master greets with a key, which the request repeats, and closes after the list."""
-    with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
-        # The greeting is so short that it arrives in one segment
-        greeting = sock.recv(HYPERBOL_GREETING.size)
-        key, _ = parse_hyperbol_greeting(greeting)
-        request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
-        data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
-    servers = []
-    for address, server_port, flavor in parse_hyperbol_list(data):
-        servers.append({"address": address, "port": server_port, "flavor": flavor})
-    return servers
-
-
-def list_aio(host, port):
-    """Return the servers that an AIO master lists.
-
-    The text dialect is tried first, because its list has names. A master that does not speak it
-    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
-    if neither gives a list."""
-    try:
-        return list_aio_text(host, port)
-    except (socket.timeout, ConnectionResetError, Malformed) as error:
-        text_error = error_text(error)
-    try:
-        return list_aio_framed(host, port)
-    except (OSError, Malformed) as error:
-        raise Malformed("no list as text (%s), and none in frames (%s)" % (
-            text_error, error_text(error))) from None
-
-
-def list_aio_text(host, port):
-    """Return the servers that an AIO master lists in the text dialect."""
-    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
-    return aio_text_entries(fields)
-
-
-def aio_text_fields(data):
-    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
-
-    Greetings, which are other numbered messages, may precede the list. Return None if the list is
-    not complete yet."""
-    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
-    if not start or not data.endswith(b"#%"):
-        return None
-    return data[start.end():-len(b"#%")]
-
-
-def aio_text_entries(data):
-    """Return the servers in a text list as dicts.
-
-        name#description#address#port { #name#description#address#port }*
-
-    Raise Malformed if there are too many servers, or if a port is not a number."""
-    if data.count(b"#") >= 4 * LIST_SERVERS:
-        raise Malformed("more than %d servers" % LIST_SERVERS)
-    fields = data.decode("utf-8", "replace").split("#")
-    servers = []
-    for start in range(0, len(fields) - 3, 4):
-        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
-        name, description, address, port_text = server_fields
-        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
-            raise Malformed("port: %a" % port_text)
-        # In the document, an empty list has this as its only entry
-        if name.startswith("No servers currently online"):
-            continue
-        servers.append({"name": name, "description": description, "address": address,
-                        "port": int(port_text)})
-    return servers
-
-
-def aio_unescape(field):
-    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
-    text = field.replace("<num>", "#").replace("<percent>", "%")
-    return clean(text, TEXT_CHARACTERS)
-
-
-def list_aio_framed(host, port):
-    """Return the servers that an AIO master lists in the framed dialect."""
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
-    return aio_framed_entries(payload)
-
-
-def payload_after_greeting(data):
-    """Return the payload of the frame that follows a framed master's greeting.
-
-    Return None if the frame is not complete yet."""
-    unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
-    if unframed is None:
-        return None
-    payload, _ = unframed
-    return payload
-
-
-def aio_framed_entries(payload):
-    """Return the servers in the payload of a framed list, as dicts.
-
-        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
-
-    Raise Malformed if the payload is not a list, or is truncated."""
-    if payload[:1] != AIO_LIST:
-        raise Malformed("type: not a list")
-    servers = []
-    count_bytes = 2                     # the count itself is redundant, and skipped
-    offset = len(AIO_LIST) + count_bytes
-    while offset < len(payload):
-        address_start = offset + 1
-        address_end = address_start + payload[offset]
-        offset = address_end + PORT_BYTES
-        if len(payload) < offset:
-            raise Malformed("a list that is cut off")
-        address = payload[address_start:address_end].decode("ascii", "replace")
-        port = int.from_bytes(payload[address_end:offset], "little")
-        servers.append({"address": clean(address), "port": port})
-    return servers
-
-
-def list_quake3(host, port, gamename, protocol):
-    """Return the servers that a Quake III master lists for a gamename and a protocol number.
-
-    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
-    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
-    deadline = time.monotonic() + ASK_TOTAL_S
-    with udp_socket(host, port) as sock:
-        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
-        servers, is_complete = first_part
-        while not is_complete:
-            check_deadline(deadline)
-            try:
-                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
-            except socket.timeout:
-                raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += more_servers
-            if len(servers) > LIST_SERVERS:
-                raise Malformed("more than %d servers" % LIST_SERVERS)
-    return servers
-
-
-def quake3_list_part(data):
-    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
-
-        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
-        \ "EOT" 000000                      this only at the end of the last datagram
-
-    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
-    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
-    format."""
-    servers = []
-    offset = quake3_list_start(data)
-    while offset < len(data) and data[offset:] != QUAKE3_END:
-        separator = data[offset:offset + 1]
-        address_bytes = QUAKE3_ADDRESS_BYTES.get(separator)
-        if address_bytes is None:
-            raise Malformed("a server begins with \\ or /, not with %a" % separator)
-        address_start = offset + 1
-        address_end = address_start + address_bytes
-        offset = address_end + PORT_BYTES
-        if len(data) < offset:
-            raise Malformed("a list that is cut off")
-        address = ipaddress.ip_address(data[address_start:address_end])
-        port = int.from_bytes(data[address_end:offset], "big")
-        servers.append({"address": str(address), "port": port})
-    is_last = offset < len(data)
-    return servers, is_last
-
-
-def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list.
-
-    Raise Malformed if the datagram does not begin as a list does."""
-    for head in QUAKE3_LIST_HEADS:
-        if data.startswith(head):
-            return len(head)
-    raise Malformed("a list begins with getserversResponse or getserversExtResponse")
-
-
-class JsonList(NamedTuple):
-    """The path of a game's list in JSON, and the names of those members that differ by game."""
-
-    path: str
-    servers: str                        # the member that is the array of servers
-    players: str                        # the member of a server with its number of players
-    max_players: str                    # the member of a server with its maximum of players
-
-
-ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
-LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
-
-
-def list_iceball(host, port):
-    """Return the servers that an Iceball master lists."""
-    return list_json(host, port, ICEBALL_LIST)
-
-
-def list_luanti(host, port):
-    """Return the servers that a Luanti server list lists."""
-    return list_json(host, port, LUANTI_LIST)
-
-
-def list_json(host, port, json_list):
-    """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
-
-    Raise Malformed if the response is not such a list."""
-    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
-    host_field = endpoint_text(host, port)
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        response = tcp_read_all(sock, request.encode())
-    _, _, body = response.partition(b"\r\n\r\n")
-    try:
-        entries = json.loads(body)[json_list.servers]
-        return [json_entry(entry, json_list) for entry in entries]
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-            ValueError) as error:
-        raise Malformed("%s: %r" % (json_list.path, error)) from None
-
-
-def json_entry(entry, json_list):
-    """Return one server of a list in JSON as a dict with the keys that other games' lists have."""
-    server = {}
-    for name in ("address", "name", "mode", "map", "version"):
-        server[name] = clean(str(entry.get(name, "")))
-    server["port"] = int(entry["port"])
-    server["players"] = int(entry[json_list.players])
-    server["max_players"] = int(entry[json_list.max_players])
-    return server
-
-
 PINGS = {
     "subspace": ping_subspace,
     "hyperbol": ping_hyperbol,
@@ -15610,29 +15639,9 @@ PINGS = {
     "quake3": ping_quake3,
     "luanti": ping_luanti,
 }
-# For each game the function that fetches a list, and the default port of the game's masters
-LISTS: Any = {
-    "iceball": (list_iceball, 27790),
-    "subspace": (list_subspace, 4990),
-    "hyperbol": (list_hyperbol, 20203),
-    "aio": (list_aio, 27011),
-    "quake3": (list_quake3, 27950),
-    "luanti": (list_luanti, 27790),
-}
 
 
 # --- What all commands use -----------------------------------------------------------------------
-
-def read_host_and_port(text):
-    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
-
-    The port is None if the text does not have one. Raise ValueError for text in another format."""
-    with contextlib.suppress(ValueError):
-        return read_address(text), None
-    if text and ":" not in text:
-        return text, None
-    return read_endpoint(text)
-
 
 def argument(read):
     """Return a type for argparse that parses an argument by `read(text)`.
