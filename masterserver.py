@@ -13875,10 +13875,12 @@ class Cluster:
 
 ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
 ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
-# The time for a whole list. Our own master does not serve a slow reader for longer
-ASK_TOTAL_S = OUTPUT_TOTAL_S
+# The time for a whole list. A megabit a second is enough for Luanti's, which has 3 MB
+ASK_TOTAL_S = 30.0
 FETCH_S = 10.0                      # a list server that is silent for this long does not answer
-FETCH_BYTES = 64 << 20              # a list of 50,000 servers has 20 MB in its longest form
+FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its longest form
+# A value in a list in JSON may have this length. The longest entries are Luanti's, with 20 kB
+JSON_VALUE_CHARACTERS = 1 << 16
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
@@ -14243,18 +14245,120 @@ def list_json(host, port, json_list):
     """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
 
     Raise Malformed if the response is not such a list."""
-    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
-    host_field = endpoint_text(host, port)
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        response = tcp_read_all(sock, request.encode())
-    _, _, body = response.partition(b"\r\n\r\n")
+    entries = fetch_json_list(host, port, json_list)
     try:
-        entries = json.loads(body)[json_list.servers]
         return [json_entry(entry, json_list) for entry in entries]
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-            ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("%s: %r" % (json_list.path, error)) from None
+
+
+def fetch_json_list(host, port, json_list, tls=False, address=""):
+    """Fetch a list in JSON by HTTP or, if `tls` is true, by HTTPS. Return its entries.
+
+    `address` is the host's address, if the caller has looked it up already. Raise Malformed if the
+    response is not a list, and OSError if there is none, or if the host's certificate is wrong."""
+    # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, endpoint_text(host, port))
+    with web_socket(host, port, tls, address) as sock:
+        response = tcp_read_all(sock, request.encode())
+    head, _, body = bytes(response).partition(b"\r\n\r\n")
+    status_line, _, _ = head.partition(b"\r\n")
+    if not re.match(rb"HTTP/1\.[0-9] 200\b", status_line):
+        raise Malformed("%s: the answer is %a" % (json_list.path, decode_legacy(status_line)))
+    try:
+        return json_array(body.decode(), json_list.servers)
+    except (RecursionError, ValueError) as error:
+        raise Malformed("%s: %s" % (json_list.path, error_text(error))) from None
+
+
+def web_socket(host, port, tls, address=""):
+    """Connect to a web server, and return the socket. `address` is as in fetch_json_list().
+
+    Raise OSError if there is no connection or, with `tls`, if the server's certificate is not valid
+    for the host."""
+    sock = socket.create_connection((address or host, port), FETCH_S)
+    if not tls:
+        return sock
+    import ssl                      # the import takes 10 ms, and only TLS needs the module
+    try:
+        context = ssl.create_default_context()
+        return context.wrap_socket(sock, server_hostname=host)
+    except BaseException:
+        sock.close()
+        raise
+
+
+# The functions below decode a list value by value. To decode megabytes in one call would stop all
+# other threads for that time, and with them the event loop.
+
+JSON_DECODER = json.JSONDecoder()
+JSON_BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def json_array(text, name):
+    """Return the array that the JSON object in this text has as its member `name`.
+
+    Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
+    array is not read."""
+    position = after_mark(text, 0, "{")
+    while True:
+        member, position = json_value(text, position)
+        position = after_mark(text, position, ":")
+        if member == name:
+            return json_elements(text, position)
+        _, position = json_value(text, position)
+        position = after_mark(text, position, ",")
+
+
+def json_elements(text, position):
+    """Return the values of the JSON array that begins at this position in a text.
+
+    Raise ValueError if it is not an array, or if it has more than LIST_SERVERS values."""
+    position = after_mark(text, position, "[")
+    values = []
+    mark, _ = next_mark(text, position)
+    while mark != "]":
+        value, position = json_value(text, position)
+        values.append(value)
+        if len(values) > LIST_SERVERS:
+            raise ValueError("more than %d servers" % LIST_SERVERS)
+        mark, after_comma = next_mark(text, position)
+        if mark not in ("]", ","):
+            raise ValueError("no comma at character %d" % position)
+        position = after_comma
+    return values
+
+
+def json_value(text, position):
+    """Return the JSON value that begins at this position in a text, and the position after it.
+
+    Raise ValueError if there is none, or if it is longer than JSON_VALUE_CHARACTERS."""
+    start = after_blanks(text, position)
+    value, length = JSON_DECODER.raw_decode(text[start:start + JSON_VALUE_CHARACTERS])
+    return value, start + length
+
+
+def next_mark(text, position):
+    """Return the next character of a text that is not blank, and the position after it.
+
+    The character is "" at the end of the text."""
+    start = after_blanks(text, position)
+    return text[start:start + 1], start + 1
+
+
+def after_blanks(text, position):
+    """Return the position of the next character of a text that is not blank."""
+    blanks = JSON_BLANKS.match(text, position)
+    return blanks.end() if blanks else position         # it matches always, perhaps an empty text
+
+
+def after_mark(text, position, expected):
+    """Return the position after the next mark of a text. Raise ValueError if that is another one
+    than the expected one."""
+    mark, following = next_mark(text, position)
+    if mark != expected:
+        raise ValueError("no %s at character %d" % (expected, position))
+    return following
 
 
 def json_entry(entry, json_list):

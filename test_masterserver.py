@@ -11543,11 +11543,29 @@ class ClientTools(unittest.TestCase):
                 (ms.list_aio_framed, greeting + hexa("00000000")),
                 (ms.list_hyperbol, b"SSH-2.0-OpenSSH"), (ms.list_hyperbol, b"HBSL"),
                 (ms.list_iceball, b"HTTP/1.1 404 Not Found\r\n\r\n{}"),
+                (ms.list_iceball, b'HTTP/1.1 301 Moved\r\n\r\n{"servers":[]}'),
                 (ms.list_iceball, ok + b"[]"), (ms.list_iceball, b"SSH-2.0\r\n"),
                 (ms.list_iceball, ok + b'{"servers":[5]}'), (ms.list_iceball, ok + b"{")):
             with FakeServer(serve=scripted(answer, b"", b"")) as server, \
                     self.assertRaises((ms.Malformed, ValueError), msg=answer):
                 fetch("127.0.0.1", server.port)
+
+    def test_arrays_in_json(self) -> None:
+        """They are read value by value, and end where json.loads() would end them."""
+        long = json.dumps("x" * (ms.JSON_VALUE_CHARACTERS - 2))
+        for text, expected in (
+                ('{"list":[]}', []), (' {"a" : {"list":[3]} ,\n"list" :\t[ ] , "b":1}', []),
+                ('{"list":[1,"]",{"a":[2]},null , [],-2.5e3]', [1, "]", {"a": [2]}, None, [], -2500]),
+                ('{"total":{"clients":3},"list":[{"port":1}, {"port":2}]}',
+                 [{"port": 1}, {"port": 2}]), ('{"list":[%s]}' % long, [json.loads(long)])):
+            self.assertEqual(ms.json_array(text, "list"), expected, text[:40])
+        for text in ("", "{", "{}", "[]", "5", '{"list"}', '{"list":5}', '{"list":[', '{"list":[1',
+                     '{"list":[1 2]}', '{"list":[1,]}', '{"list":[,]}', '{"lists":[1]}',
+                     '{"a":1;"list":[]}', '{"list":["x%s]}' % long[1:], '{"list":[}]',
+                     '{"list":[%s]}' % ",".join("1" * (ms.LIST_SERVERS + 1))):
+            self.assertRaises(ValueError, ms.json_array, text, "list")
+        self.assertRaises((RecursionError, ValueError), ms.json_array,
+                          '{"list":[' + 50000 * "[", "list")
 
     def test_a_master_that_comes_to_no_end(self) -> None:
         over = threading.Event()
