@@ -26,6 +26,7 @@ only what stands above it:
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     any other game           HTTP POST /announce                      post_announce in section 9
     news to webhooks         HTTP POST to them                        News in section 11
+    lists of other masters   by each game's protocol                  Upstreams in section 11
     other masters            Redis or Valkey, TCP 6379                Cluster in section 11
 
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
@@ -425,6 +426,13 @@ def read_host_and_port(text):
     return read_endpoint(text)
 
 
+def endpoint_text(host, port):
+    """Return HOST:PORT, or [HOST]:PORT for an IPv6 address."""
+    if ":" in host:
+        return "[%s]:%d" % (host, port)
+    return "%s:%d" % (host, port)
+
+
 def read_numeric_endpoint(text):
     """Return (address, port) for `ADDRESS:PORT`, with an IP address and no host name."""
     address, port = read_endpoint(text)
@@ -541,6 +549,112 @@ def engine_address(url):
         host=urllib.parse.unquote(host.strip("[]")),
         port=number_reader(1, MAX_PORT)(port),
         database=number_reader(0, 65535)(database or "0"))
+
+
+# The default ports of the games' masters
+MASTER_PORTS = {
+    "iceball": 27790,
+    "subspace": 4990,
+    "hyperbol": 20203,
+    "aio": 27011,
+    "quake3": 27950,
+    "luanti": 27790,
+}
+# The games whose servers this program can query, so that it can list what another master names.
+# Each has the setting that can switch it off
+UPSTREAM_GAMES = {
+    "quake3": "quake3.port",
+    "hyperbol": "hyperbol.port",
+    "subspace": "subspace.port",
+    "aio": "aio.port",
+    "luanti": "luanti.enabled",
+}
+UPSTREAM_LISTS = 20                     # the lists of other masters that the ini may name
+UPSTREAM_FORM = ("GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
+                 "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST")
+UPSTREAM_HOST = re.compile("[A-Za-z0-9._:-]{1,253}")
+# A gamename and a protocol number, in a form that metrics can show
+UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (-?[0-9]{1,9})")
+WEB_PORTS = {"http": 80, "https": 443}
+
+
+class Upstream(NamedTuple):
+    """A list of another master, which a line of the setting upstream.masters names.
+
+    The servers in it are queried here, and listed if they answer."""
+
+    game: str                           # one of UPSTREAM_GAMES
+    host: str
+    port: int
+    tls: bool = False                   # whether a web server is asked by HTTPS
+    gamename: str = ""                  # of a list of the Quake III family
+    protocol: str = ""                  # the number in its servers' answers, as text
+
+    @property
+    def name(self) -> str:
+        """The master's name for pages: its host, and its port if that is not the usual one."""
+        usual_port = WEB_PORTS["https"] if self.tls else MASTER_PORTS[self.game]
+        return self.host if self.port == usual_port else endpoint_text(self.host, self.port)
+
+    @property
+    def label(self) -> str:
+        """The list's name for the operator. No two lists have the same."""
+        place = "https://" + self.name if self.tls else self.name
+        words = self.game, place, self.gamename, self.protocol
+        return " ".join(word for word in words if word)
+
+
+def read_upstreams(text):
+    """Return a tuple of the Upstreams in a text, one a line.
+
+    Raise ValueError if a line is wrong, or if there are more than UPSTREAM_LISTS."""
+    upstreams = list_reader(read_upstream, "\n")(text)
+    if len(upstreams) > UPSTREAM_LISTS:
+        raise ValueError("expected at most %d lists" % UPSTREAM_LISTS)
+    # The same line twice counts once
+    return tuple(dict.fromkeys(upstreams))
+
+
+def read_upstream(line):
+    """Return the Upstream in one line. Raise ValueError if UPSTREAM_FORM does not describe it."""
+    game, *words = line.split()
+    if game == "iceball":
+        raise ValueError("Iceball's servers answer no queries, so they cannot be taken over from "
+                         "another list")
+    if game not in UPSTREAM_GAMES:
+        raise ValueError("expected one of %s, and after it a host" % ", ".join(UPSTREAM_GAMES))
+    if not words:
+        raise ValueError("expected " + UPSTREAM_FORM)
+    place, *list_words = words
+    host, port, tls = read_upstream_place(place, game)
+    if game != "quake3":
+        if list_words:
+            raise ValueError("expected " + UPSTREAM_FORM)
+        return Upstream(game, host, port, tls)
+    match = UPSTREAM_QUAKE3.fullmatch(" ".join(list_words))
+    if not match:
+        raise ValueError("expected " + UPSTREAM_FORM)
+    gamename, protocol = match.groups()
+    return Upstream(game, host, port, tls, gamename, protocol)
+
+
+def read_upstream_place(text, game):
+    """Return the host, the port and whether to use TLS for the text that says where a list is.
+
+    Raise ValueError for a text in another form, and for a URL if the game's list is not fetched
+    from a web server."""
+    scheme, separator, after_scheme = text.partition("://")
+    place = text
+    default_port = MASTER_PORTS[game]
+    if separator:
+        if game != "luanti" or scheme not in WEB_PORTS:
+            raise ValueError("expected " + UPSTREAM_FORM)
+        place = after_scheme.rstrip("/")
+        default_port = WEB_PORTS[scheme]
+    host, port = read_host_and_port(place)
+    if not UPSTREAM_HOST.fullmatch(host):
+        raise ValueError("expected " + UPSTREAM_FORM)
+    return host.lower(), port or default_port, scheme == "https"
 
 
 def read_own_game_id(text):
@@ -713,6 +827,12 @@ SETTINGS = (
     Setting("cluster.prefix", "masterserver", read_plain_name,
             "What all keys in Redis begin with; masters with another one are not seen.",
             live=False),
+    Setting("upstream.masters", "", read_upstreams,
+            "Other masters whose servers are asked and listed: GAME HOST[:PORT], one a line."),
+    Setting("upstream.interval", "300", number_reader(10, 86400, float),
+            "Seconds between two fetches of one list."),
+    Setting("upstream.share", "yes", read_flag,
+            "Show game clients what was found so; no: on the page and in /servers.json alone."),
     Setting("poll.interval", "30", number_reader(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", number_reader(1, 100000),
@@ -1203,13 +1323,6 @@ def is_loopback(address):
     return address.startswith("127.") or address == "::1"
 
 
-def endpoint_text(address, port):
-    """Return ADDRESS:PORT, or [ADDRESS]:PORT for IPv6."""
-    if ":" in address:
-        return "[%s]:%d" % (address, port)
-    return "%s:%d" % (address, port)
-
-
 def ipv4_bytes(address):
     """Return the four bytes of an IPv4 address."""
     return ipaddress.IPv4Address(address).packed
@@ -1272,6 +1385,9 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "127.0.0.0/8", "::1/128",                                   # loopback
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
+
+# Providers share one public address among customers in this network (RFC 6598)
+SHARED_NETWORK = Networks([ipaddress.ip_network("100.64.0.0/10")])
 
 
 # Sources, which are the senders that limits tell apart
@@ -1505,6 +1621,8 @@ class Rules:
         # the reason of a block
         self.bans = Networks({**settings["blocked"], **settings["bans"]}, settings["bans"])
         self.refuse_names = settings["server.refuse_names"]
+        # Do the lists for game clients have the servers that other masters' lists have named?
+        self.shares_found_servers = settings["upstream.share"]
         self.max_servers = settings["limits.servers"]
         self.max_servers_per_source = settings["limits.servers_per_source"]
         self.datagram_limiter.set_rate(settings["limits.datagrams"])
@@ -1603,7 +1721,7 @@ class Rules:
 
 
 # The ways in which a master can verify that a server is there
-VERIFICATIONS = "handshake", "query", "connection", "self-reported"
+VERIFICATIONS = "handshake", "query", "connection", "self-reported", "another list"
 NO_DETAILS = {}
 
 
@@ -1631,6 +1749,8 @@ class Server:
     sender       the address and UDP port that an Iceball server announces from
     fingerprint  of the packet that says nothing new about it; see Registry.by_fingerprint
     master       the other master that has heard it; "" if this one has
+    found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
+                 itself, or if the ini names it
     rank         see ranking(); None after a change
     entry_cache  its rendered entries by list; see cached_entries(); None after a change
     """
@@ -1640,12 +1760,13 @@ class Server:
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
         "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
-        "zone_owner", "fingerprint", "sender", "master")
+        "zone_owner", "fingerprint", "sender", "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
-                 aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS):
+                 aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS,
+                 found_at=""):
         """Describe a server that has just been heard from. `now` becomes first_seen and last_seen.
         The class lists the other parameters, which are attributes of the same names; those without
         a parameter get the values that a new server has."""
@@ -1671,6 +1792,7 @@ class Server:
         self.aio_published_name = aio_published_name
         self.luanti_announcement = luanti_announcement
         self.zone_owner = zone_owner
+        self.found_at = found_at
         self.official = False
         self.priority = 0
         self.confirmed = True
@@ -1835,7 +1957,7 @@ class Registry:
         # when anything about the server changes
         self.by_fingerprint = {}
         self.outcomes = PacketOutcomes()
-        self.census_cache = RenderedList(self, "", census_of)
+        self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
         """Call `call(event, server)` on each of these events from now on.
@@ -1860,6 +1982,14 @@ class Registry:
         servers.sort(key=ranking)
         return servers
 
+    def for_clients(self, servers):
+        """Return those of the servers that the lists for game clients have, in the same order.
+
+        The operator may keep the servers that were found in other masters' lists out of them."""
+        if self.rules.shares_found_servers:
+            return servers
+        return [server for server in servers if not server.found_at]
+
     def census(self, now):
         """Return the Census of each game, by game. It may be RENDER_S old."""
         return self.census_cache.get(now)
@@ -1869,8 +1999,9 @@ class Registry:
         """List a server or, if this master has listed it already, refresh it. Return the Server.
 
         `source` is the address that its packet came from, `lifetime` the seconds that it stays
-        listed, and `fields` holds the attributes of Server that it has announced. `pinned` says
-        that the ini names the server. Raise Refused if the rules or a limit forbid it."""
+        listed, and `fields` holds the attributes of Server that it has announced. A server that was
+        found in another list is an own one from then on, unless `fields` has `found_at`. `pinned`
+        says that the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
@@ -1890,7 +2021,7 @@ class Registry:
             server.source = source
             self.count_source(server, 1)
         server.last_seen, server.lifetime = now, lifetime
-        self.update(server, {**fields, "confirmed": True, "pinned": pinned})
+        self.update(server, {"found_at": "", **fields, "confirmed": True, "pinned": pinned})
         return server
 
     def check_admission(self, key, source, name=None, pinned=False):
@@ -2068,6 +2199,7 @@ class Registry:
         old_rules = copy.copy(self.rules)
         self.rules.read(settings)
         self.forget_fingerprints()
+        self.generation += 1            # the rules say which servers the lists for clients have
         for server in self.servers():
             if self.must_leave(server, old_rules):
                 self.remove_any(server)
@@ -2156,13 +2288,15 @@ class RenderedList:
     It is rendered again after a change, but at most once in RENDER_S, or more often if it is short.
     So rendering never takes more than a tenth of the time."""
 
-    def __init__(self, registry, game, render):
+    def __init__(self, registry, game, render, for_clients=True):
         """Prepare the list of a game, or of all games if `game` is "".
 
-        `render(servers)` returns the rendered list. It is not called before get() is."""
+        `render(servers)` returns the rendered list. It is not called before get() is. It is given
+        all servers or, if the list is `for_clients`, those of Registry.for_clients()."""
         self.registry = registry
         self.game = game
         self.render = render
+        self.for_clients = for_clients
         self.generation = -1
         self.due = 0.0
         self.rendered = None
@@ -2172,6 +2306,8 @@ class RenderedList:
         registry = self.registry
         if registry.generation != self.generation and now >= self.due:
             servers = registry.servers(self.game)
+            if self.for_clients:
+                servers = registry.for_clients(servers)
             self.rendered = self.render(servers)
             self.generation = registry.generation
             self.due = now + min(RENDER_S, RENDER_SERVER_S * len(servers))
@@ -2875,6 +3011,7 @@ STORED_FIELDS: Dict[str, type] = {
     "pinned": bool,
     "luanti_announcement": dict,
     "zone_owner": dict,
+    "found_at": str,
 }
 
 
@@ -3281,6 +3418,17 @@ class Core(NamedTuple):
     hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
     # The state of the link to other masters; empty if there is no link
     cluster: Mapping[str, Any] = {}
+    # The state of each list of another master that the ini names, by Upstream.label
+    upstream: Mapping[str, UpstreamState] = {}
+
+
+class UpstreamState(NamedTuple):
+    """What this master knows about a list of another master, for /healthz and /metrics."""
+
+    fetched: Optional[int]              # the last good fetch, in seconds since 1970; None: never
+    addresses: int                      # the addresses that it brought
+    listed: int                         # the servers that are listed because of this list
+    trouble: str                        # why the last fetch failed; "" if it did not
 
 
 # --- Poller --------------------------------------------------------------------------------------
@@ -3305,10 +3453,23 @@ RESTARTED_POLLS_LIMIT = 5
 MAX_NEWCOMERS = 2000
 # Listed servers leave one query in ten to newcomers
 NEWCOMER_SHARE = 10
+# A server that was found in another list stays listed for so many intervals of polls without an
+# answer. Three missed polls remove it sooner, unless own servers use the whole rate
+FOUND_INTERVALS = 30
 # Host names in the ini are looked up again after this long, because home addresses change
 RESOLVE_S = 600.0
 # A host name without an address is looked up sooner, because our network may just have come up
 RESOLVE_RETRY_S = 60.0
+
+
+class FoundServer(NamedTuple):
+    """A game server that another master's list names, and that did not announce itself here."""
+
+    address: str
+    port: int
+    found_at: str                       # see Server.found_at
+    # Attributes of Server by name that the list gives, and that the game server's answer lacks
+    fields: Mapping[str, Any] = NO_DETAILS
 
 
 class Target:
@@ -3316,6 +3477,8 @@ class Target:
 
     # True if the ini names the server. It is then polled even if it never answers
     pinned = False
+    # What another list says of it; None if the server has announced itself, or if the ini names it
+    found: Optional[FoundServer] = None
     # The time of the next query or, while a query is open, the time at which it is given up
     due = 0.0
     # The time at which the open query was sent; None if no query is open
@@ -3399,13 +3562,21 @@ class Querier:
         if error:
             outcome = "bad packet"
             reason = "its answer from UDP port %d: %s" % (target.port, error)
-        self.record_outcome(target.address, target.server_port, outcome, now, reason)
+        self.record_result(target, outcome, now, reason)
 
     def record_outcome(self, source, port, outcome, now, detail=""):
         """Record for /check what became of the server at this address and port.
 
         `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
         self.registry.record_outcome(source, self.game, port, outcome, now, detail)
+
+    def record_result(self, target, outcome, now, detail=""):
+        """Record for /check what became of a target, as record_outcome() does.
+
+        Nothing is recorded for a server that was found in another list. Its operator has not asked
+        for anything, and there may be thousands."""
+        if target.found is None:
+            self.record_outcome(target.address, target.server_port, outcome, now, detail)
 
 
 class Poller(UdpProtocol):
@@ -3417,7 +3588,8 @@ class Poller(UdpProtocol):
 
     A newcomer is a target that has announced itself and is not listed yet. Listed servers are
     queried first, and the sources of newcomers take turns, so that servers that never answer do
-    not delay the others."""
+    not delay the others. Servers that were found in another list come last, and are counted apart:
+    what another master says must not keep out or delay a server that announces itself here."""
 
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
@@ -3428,8 +3600,10 @@ class Poller(UdpProtocol):
         self.queriers = set()
         # The targets by game, address and the server's own port
         self.targets = {}
-        # The number of targets by source_keys()
+        # The number of targets by source_keys(): of those that announced themselves or that the ini
+        # names, and of those that were found in other lists
         self.sources = collections.defaultdict(int)
+        self.found_sources = collections.defaultdict(int)
         # The newcomers by source, and those of each source by the target's key. The first source
         # is the next to be queried
         self.newcomers = collections.OrderedDict()
@@ -3482,12 +3656,44 @@ class Poller(UdpProtocol):
             return None
         return self.remove_one_newcomer()
 
+    def add_found(self, querier, found):
+        """Add a target for a FoundServer that is not a target yet, and return the target."""
+        target = Target(querier, found.address, found.port)
+        target.found = found
+        self.insert(target)
+        return target
+
+    def make_own(self, target):
+        """Note that a server that was found in another list has announced itself here.
+
+        Do nothing if it has done so before."""
+        if target.found is None:
+            return
+        self.uncount(target)
+        target.found = None
+        self.count(target)
+
     def insert(self, target):
         """Add a new target to the tables of targets and sources."""
         self.queriers.add(target.querier)
         self.targets[target.key] = target
+        self.count(target)
+
+    def source_counts(self, target):
+        """Return the table that counts this target by its sources."""
+        return self.sources if target.found is None else self.found_sources
+
+    def count(self, target):
+        """Count a target for its sources."""
+        counts = self.source_counts(target)
         for key in source_keys(target.address):
-            self.sources[key] += 1
+            counts[key] += 1
+
+    def uncount(self, target):
+        """Undo count()."""
+        counts = self.source_counts(target)
+        for key in source_keys(target.address):
+            decrement(counts, key)
 
     def remove_one_newcomer(self):
         """Remove and return the oldest newcomer of the source that has the most newcomers.
@@ -3526,8 +3732,7 @@ class Poller(UdpProtocol):
             return
         self.end_newcomer(target)
         del self.targets[target.key]
-        for key in source_keys(target.address):
-            decrement(self.sources, key)
+        self.uncount(target)
 
     # Polls
 
@@ -3633,11 +3838,15 @@ class Poller(UdpProtocol):
         """Return those of the targets that the rate allows to query in this tick.
 
         Listed servers come first, but they leave a share of the rate to newcomers. The sources
-        of the newcomers that are chosen go to the end of the queue of sources."""
+        of the newcomers that are chosen go to the end of the queue of sources. Servers that were
+        found in other lists get what is left of the rate."""
         listed = []
         newcomers = []
+        found = []
         for target in targets:
-            if self.is_newcomer(target):
+            if target.found is not None:
+                found.append(target)
+            elif self.is_newcomer(target):
                 newcomers.append(target)
             else:
                 listed.append(target)
@@ -3650,7 +3859,8 @@ class Poller(UdpProtocol):
         chosen_newcomers = in_turns[:remaining]
         for target in chosen_newcomers:
             self.newcomers.move_to_end(target.source)
-        return listed + chosen_newcomers
+        remaining -= len(chosen_newcomers)
+        return listed + chosen_newcomers + found[:remaining]
 
     def order_by_turns(self, newcomers):
         """Return the newcomers in an order in which their sources take turns.
@@ -3699,9 +3909,10 @@ def next_slot(now, interval, phase):
 class PolledGame(Querier):
     """A game whose servers are listed for as long as they answer the poller.
 
-    A server becomes a target in one of three ways: the ini names it by address or host name
-    (set_pinned), it announces itself in the game's protocol or by HTTP (on_http_announcement), or
-    it was listed before a restart. list_polled() lists the servers that answer. poll_missed()
+    A server becomes a target in one of four ways: the ini names it by address or host name
+    (set_pinned), it announces itself in the game's protocol or by HTTP (on_http_announcement),
+    another master's list names it (query_found), or it was listed before a restart. list_polled()
+    lists the servers that answer. poll_missed()
     removes the servers that do not; a server that the ini names is shown as not responding instead.
     """
 
@@ -3736,12 +3947,14 @@ class PolledGame(Querier):
 
         The server may be listed or a target already. `name` is the name that it has announced, or
         None if the announcement had none. Raise Refused if the server may not be queried."""
-        self.check_newcomer(source, port, name)
         poller = self.poller
+        self.forget_unlisted_found(source, port)
+        self.check_newcomer(source, port, name)
         is_new = poller.find(self, source, port) is None
         if is_new:
             self.add_newcomer(source, port, now)
         target = poller.poll_now(self, source, port, now)
+        poller.make_own(target)
         outcome = "announced"
         if self.is_answering(target):
             outcome = "listed"
@@ -3782,6 +3995,38 @@ class PolledGame(Querier):
         removed.querier.record_outcome(
             removed.address, removed.server_port, busy.outcome, now, str(busy))
 
+    def forget_unlisted_found(self, source, port):
+        """Forget the target of a server that another list names, and that has not answered yet.
+
+        The server has announced itself, and so becomes a newcomer like any other."""
+        target = self.poller.find(self, source, port)
+        if target is not None and self.is_unlisted_found(target):
+            self.poller.remove(target)
+
+    def is_unlisted_found(self, target):
+        """Return whether another list names the target's server, and it is not listed here."""
+        return target.found is not None and self.listed_server(target) is None
+
+    def query_found(self, found):
+        """Begin to poll a FoundServer. If it answers, it is listed.
+
+        Return the new target, or None if the server is listed or a target already; of a found
+        target, the texts from the other list are replaced. Raise Refused if the server may not be
+        listed or queried."""
+        address, port = found.address, found.port
+        target = self.poller.find(self, address, port)
+        if target is not None:
+            if target.found is not None:
+                target.found = found
+            return None
+        listed_address = self.rules.listed_address(address)
+        key = self.game, listed_address, port
+        if self.registry.get(*key) is not None:
+            return None
+        self.registry.check_admission(key, address, found.fields.get("name"))
+        self.rules.check_source_limit(self.poller.found_sources, address, "queried")
+        return self.poller.add_found(self, found)
+
     def is_answering(self, target):
         """Return whether the target's server is listed, as responding, by this master itself."""
         server = self.listed_server(target)
@@ -3805,6 +4050,10 @@ class PolledGame(Querier):
 
         `event` is "listed" or "gone". Servers that are restored from the disk are "listed" too."""
         if event == "listed":
+            target = self.poller.find(self, server.source, server.port)
+            if target is None and server.found_at:          # restored from the disk
+                found = FoundServer(server.source, server.port, server.found_at)
+                self.poller.add_found(self, found)
             target = self.poller.keep_polling(self, server.source, server.port)
             target.game = server.game
             if server.pinned:
@@ -3846,6 +4095,7 @@ class PolledGame(Querier):
         for address, port in self.pinned_by_address:
             target = self.poller.keep_polling(self, address, port)
             target.pinned = True
+            self.poller.make_own(target)
         is_look_up_complete = hosts <= self.addresses.keys()
         if is_look_up_complete:
             self.remove_unpinned()
@@ -3896,21 +4146,21 @@ class PolledGame(Querier):
         `fields` holds attributes of Server by name; `lifetime` is in seconds. Return the Server, or
         None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
         any more unless the ini names it."""
-        source = target.address
-        port = target.server_port
         server_before = self.listed_server(target)
         was_responding = server_before is not None and server_before.responding
+        if target.found is not None:
+            lifetime = min(lifetime, FOUND_INTERVALS * self.poller.interval)
         try:
             server = self.list_under_named_game(target, fields, now, lifetime)
         except Refused as refused:
-            self.record_outcome(source, port, refused.outcome, now, str(refused))
+            self.record_result(target, refused.outcome, now, str(refused))
             self.registry.remove_own(server_before)
-            self.stop_polling(source, port)
+            self.stop_polling(target.address, target.server_port)
             return None
         self.poller.end_newcomer(target)
         has_begun_to_respond = server.responding and not was_responding
         if has_begun_to_respond:
-            self.record_outcome(source, port, "listed", now)
+            self.record_result(target, "listed", now)
         return server
 
     def list_under_named_game(self, target, fields, now, lifetime):
@@ -3921,6 +4171,8 @@ class PolledGame(Querier):
         # An answer shows that the server responds, and verifies it. list_silent() has no answer,
         # and sets `responding` to False
         complete_fields = {"responding": True, "verified": "query", **fields}
+        if target.found is not None:
+            complete_fields["found_at"] = target.found.found_at
         source = target.address
         game = self.admitted_game(source, complete_fields)
         server = self.listed_server(target)
@@ -3928,10 +4180,18 @@ class PolledGame(Querier):
         if has_changed_game:
             self.registry.remove_own(server)
         target.game = game
-        address, port = self.listed_endpoint(target)
-        key = game, address, port
+        key = (game, *self.listed_endpoint(target))
+        if target.found is not None:
+            self.check_not_announced_elsewhere(key)
         return self.registry.list_or_refresh(
             key, source, now, lifetime, complete_fields, target.pinned)
+
+    def check_not_announced_elsewhere(self, key):
+        """Raise Refused if a server that was found in another list has announced itself to another
+        master of our own group. That master's entry says more."""
+        server = self.registry.get(*key)
+        if server is not None and server.master and not server.found_at:
+            raise Refused("busy", "another master has heard it")
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
@@ -3945,7 +4205,8 @@ class PolledGame(Querier):
 
         Return True if the poller should remove the target."""
         is_gone = (target.missed_polls >= MISSED_POLLS_LIMIT
-                   or self.poller.is_newcomer(target))
+                   or self.poller.is_newcomer(target)
+                   or self.is_unlisted_found(target))
         server = self.listed_server(target)
         if server is not None and self.is_listed_otherwise(server, target):
             return is_gone and not target.pinned
@@ -5128,6 +5389,7 @@ class SubSpacePing(UdpProtocol, PolledGame):
         owner = announcement.owner
         # A poll that is under way starts again, because it may have begun before the zone did.
         target = self.poller.poll_now(self, source, announcement.port, now)
+        self.poller.make_own(target)
         fields = {
             **announcement.fields,
             "players": clamp(players),
@@ -5347,12 +5609,13 @@ class SubSpacePing(UdpProtocol, PolledGame):
     def apply_poll(self, target, now):
         """End a poll, and update the listed zone with its answers.
 
-        A zone that is not listed yet is listed if the ini names it; otherwise its answers are
-        dropped."""
+        A zone that is not listed yet is listed if the ini or another list names it; otherwise its
+        answers are dropped."""
         poll = target.querier_data
         target.querier_data = None
         zone = self.listed_server(target)
-        if zone is None and not target.pinned:
+        is_named = target.pinned or target.found is not None
+        if zone is None and not is_named:
             return
         if zone is not None and zone.master:
             return              # the master that listed this zone polls it as well
@@ -5367,12 +5630,25 @@ class SubSpacePing(UdpProtocol, PolledGame):
             fields["name"] = endpoint_text(*self.listed_endpoint(target))
         else:
             fields["details"] = {**zone.details, "arenas": poll.arenas}
-        if target.pinned or zone.lifetime == math.inf:
+        if target.found is not None:
+            fields.update(self.found_zone_fields(target.found, poll))
+        if is_named or zone.lifetime == math.inf:
             self.list_polled(target, fields, now)
         else:
             # Announcements keep this zone listed; answers to polls do not extend that time.
             fields["confirmed"] = True
             self.registry.update(zone, fields)
+
+    @staticmethod
+    def found_zone_fields(found, poll):
+        """Return the attributes of Server that another list gives for a FoundServer.
+
+        A zone's answers do not tell its name and description. `poll` is the ZonePoll that has just
+        ended."""
+        fields = {**found.fields, "verified": "another list"}
+        if "details" in fields:
+            fields["details"] = {**fields["details"], "arenas": poll.arenas}
+        return fields
 
 
 class ZoneOwner(NamedTuple):
@@ -6805,6 +7081,8 @@ class AioSession(Session):
         self.aio.owners[server] = self
         self.server = server
         self.kept = True
+        # If another list names the server, it has been polled until now
+        self.aio.stop_polling(self.address, server.port)
         if self.dialect is answer_aio_framed:
             # The server is queried at the address that its connection comes from. If it is listed
             # at another address, behind a router, this master may not reach it there
@@ -6820,7 +7098,7 @@ class AioSession(Session):
         self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
 
-class Aio(TcpProtocol, Querier):
+class Aio(TcpProtocol, PolledGame):
     """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
     two later generations.
 
@@ -6835,6 +7113,7 @@ class Aio(TcpProtocol, Querier):
         > zlib of: 00 name.string16 desc.string16 players.u32 max.u32 version.u16
 
     A framed server that does not answer stays listed, as ADDRESS:PORT, because it is connected.
+    Without a connection, only servers that were found in another list are queried and listed.
     The query cannot carry a nonce. So somebody who forges the server's address while a query is
     open can change the shown name until the next answer. This is the one exception to the rule that
     unproven packets do not change what players see."""
@@ -6843,9 +7122,9 @@ class Aio(TcpProtocol, Querier):
 
     def __init__(self, core):
         """Join a Core: its registry, its poller and its settings."""
-        self.registry = core.registry
-        self.poller = core.poller
-        self.rules = core.registry.rules
+        super().__init__(core)
+        # PolledGame allows announcements by HTTP, but AIO servers keep a connection instead
+        del core.http_announcers[self.game]
         self.session_numbers = itertools.count()
         # The AioSession of each listed server, by Server
         self.owners = {}
@@ -6853,7 +7132,6 @@ class Aio(TcpProtocol, Querier):
         self.lists = {}
         for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
             self.lists[render] = RenderedList(self.registry, self.game, render)
-        self.registry.subscribe(self.on_server_gone, self.game, ["gone"])
         self.read(core.settings)
 
     def read(self, settings):
@@ -6883,9 +7161,15 @@ class Aio(TcpProtocol, Querier):
             raise Refused("limit", "this master keeps connections to at most %d servers"
                           % self.max_servers)
 
-    def on_server_gone(self, event, server):
-        """Separate a server that has left the list from its session. `event` is "gone"."""
-        self.disown(server)
+    def on_registry_event(self, event, server):
+        """Separate a server that has left the list from its session.
+
+        Only servers that were found in another list are polled as PolledGame does it. `event` is
+        "listed" or "gone"."""
+        if event == "gone":
+            self.disown(server)
+        if server.found_at:
+            super().on_registry_event(event, server)
 
     def disown(self, server):
         """Separate a server from its session, if it has one, and stop polling it.
@@ -6906,27 +7190,35 @@ class Aio(TcpProtocol, Querier):
         return b"\0"
 
     def answer(self, target, data, now):
-        """Update the listed server with its answer to a query.
+        """Update the server with its answer to a query; list it if it was found in another list.
 
         Return b"", because the poll is complete and nothing more is sent. Raise Malformed if the
         data are not an answer, and Refused if the name is not allowed."""
         info = aio_info(data)
-        self.registry.check_name(info.name)
-        server = target.querier_data
-        self.registry.update(server, {
-            "name": info.name or server.name,
+        fields = {
             "description": info.description,
             "players": clamp(info.players),
             "max_players": clamp(info.max_players),
             "version": str(info.version),
             "ping_ms": round(target.ping_ms),
-        })
+        }
+        if target.found is not None:
+            fields["name"] = info.name or endpoint_text(*self.listed_endpoint(target))
+            self.list_polled(target, fields, now)
+            return b""
+        self.registry.check_name(info.name)
+        server = target.querier_data
+        fields["name"] = info.name or server.name
+        self.registry.update(server, fields)
         return b""
 
     def poll_missed(self, target, now):
         """Record for /check that a poll got no answer.
 
-        Return False, because the server is still connected, and so stays listed and polled."""
+        Return False, because the server is still connected, and so stays listed and polled. That is
+        different for a server that was found in another list."""
+        if target.found is not None:
+            return super().poll_missed(target, now)
         self.record_silence(target, now)
         return False
 
@@ -7529,12 +7821,15 @@ class Quake3(UdpProtocol, PolledGame):
         without_challenge = data.replace(challenge, b"", 1)
         fingerprint = hash((endpoint, without_challenge))
         server = self.registry.by_fingerprint.get(fingerprint)
+        announces_itself = not poll_fields
+        if server is not None and server.found_at and announces_itself:
+            server = None               # until now, only another list has named this server
         if server is None:
             info = parse_quake3_info(pairs)
             server = self.list_info(info, tag_gamename, endpoint, now, poll_fields)
         else:
             self.registry.confirm(server, now)
-            if not poll_fields:
+            if announces_itself:
                 return
             # This deletes the fingerprint if a value has changed, so it is set again below
             self.registry.update(server, poll_fields)
@@ -7554,6 +7849,9 @@ class Quake3(UdpProtocol, PolledGame):
         gamename = self.determine_gamename(info, listed_server, tag_gamename)
         fields = {**quake3_fields(info, gamename), **poll_fields}
         polled_target = self.poller.keep_polling(self, *endpoint)
+        announces_itself = not poll_fields
+        if announces_itself:
+            self.poller.make_own(polled_target)
         lifetime = self.settings["quake3.timeout"]
         return self.list_polled(polled_target, fields, now, lifetime)
 
@@ -7841,10 +8139,11 @@ class Luanti(TcpProtocol, PolledGame):
     def listed_announcement(self, source, port):
         """Return the announcement with which this game server is listed.
 
-        It is a dict by the names of LUANTI_FIELDS; it is empty if the server is not listed."""
+        It is a dict by the names of LUANTI_FIELDS; it is empty if the server is not listed, or has
+        not announced itself yet because it was found in another list."""
         address = self.rules.listed_address(source)
         server = self.registry.get(self.game, address, port)
-        if server is None:
+        if server is None or server.found_at:
             return NO_DETAILS
         return server.luanti_announcement
 
@@ -7938,9 +8237,10 @@ class Luanti(TcpProtocol, PolledGame):
     def answer(self, target, data, now):
         """Handle a server's answer to a probe; return the goodbye that ends the exchange.
 
-        If an announcement waits for this answer, the server is listed with it. Otherwise a listed
-        server is confirmed, but its lifetime still counts from its last announcement. A server that
-        is not listed after this is no longer polled. Raise Malformed if `data` is not an answer."""
+        If an announcement waits for this answer, or if another list names the server, it is listed
+        with the texts from there. Otherwise a listed server is confirmed, but its lifetime still
+        counts from its last announcement. A server that is not listed after this is no longer
+        polled. Raise Malformed if `data` is not an answer."""
         goodbye = luanti_goodbye(data)
         announcement = target.querier_data
         target.querier_data = None
@@ -7948,6 +8248,9 @@ class Luanti(TcpProtocol, PolledGame):
             lifetime = self.core.settings["luanti.timeout"]
             attributes = luanti_attributes(announcement)
             self.list_polled(target, attributes, now, lifetime)
+        elif target.found is not None:
+            attributes = {**target.found.fields, "verified": "another list"}
+            self.list_polled(target, attributes, now)
         server = self.listed_server(target)
         if server is None:
             self.poller.remove(target)
@@ -8210,6 +8513,8 @@ EMPTY = """\
 <h2>No servers yet</h2>
 <p>The first game server to announce itself appears here.</p>
 $hint
+<p>Is this your master? Name other masters in its settings, as [upstream] masters:<br>
+the servers in their lists that answer appear here.</p>
 </section>
 """
 
@@ -8223,6 +8528,7 @@ BADGES = {
     "official": "Marked as official by the operator of this list",
     "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
+    "another list": "It answers this master; its name and texts come from another list",
     "not responding": "Known to this master, but does not answer its queries",
 }
 
@@ -8232,6 +8538,7 @@ VERIFIED = {
     "query": "It answers this master's queries",
     "connection": "It keeps a connection to this master",
     "self-reported": "Not verified: everything here is what it says of itself",
+    "another list": "It answers this master's queries; its texts come from another list",
 }
 
 SERVER_PAGE = """\
@@ -9175,6 +9482,7 @@ def render_badges(server):
         "official": server.official,
         "unconfirmed": not server.confirmed,
         "self-reported": server.verified == "self-reported",
+        "another list": server.verified == "another list",
         "not responding": not server.responding,
     }
     pieces = []
@@ -9596,6 +9904,7 @@ def server_facts(server):
         (DESCRIPTION, server.description),
         ("Ping from this master", ping),
         ("Verified", VERIFIED[server.verified]),
+        ("Found at", server.found_at),
     ]
     for key, value in server.details.items():
         if key not in HIDDEN_DETAILS:
@@ -10703,14 +11012,14 @@ def iceball_list(web, servers):
 def get_master_json(web, request):
     """Return the response with Iceball's list, in the format that the game reads."""
     def render(servers, wall):
-        return iceball_list(web, servers)
+        return iceball_list(web, web.registry.for_clients(servers))
 
     return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render)
 
 
 JSON_FIELDS = (
     "game address port name mode map version players max_players playing description official "
-    "priority flavor verified responding").split()
+    "priority flavor verified responding found_at").split()
 JSON_DETAILS = "arenas factions skill flags".split()
 
 
@@ -10798,7 +11107,8 @@ def get_servers_xml(web, request):
 
     The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
     def render(servers, wall):
-        elements = cached_entries(servers, "servers.xml", server_xml)
+        for_clients = web.registry.for_clients(servers)
+        elements = cached_entries(for_clients, "servers.xml", server_xml)
         return servers_xml(elements, wall)
 
     return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
@@ -10855,7 +11165,10 @@ def get_list(web, request):
     There, `total_max` has the largest totals that ever occurred. This master does not keep them,
     and repeats the present totals."""
     def render(servers, wall):
-        announced = [server for server in servers if server.luanti_announcement]
+        announced = []
+        for server in web.registry.for_clients(servers):
+            if server.luanti_announcement:
+                announced.append(server)
         keys_and_entries = cached_entries(announced, "list", luanti_entry)
         keys_and_entries.sort()
         entries = [entry for _, entry in keys_and_entries]
@@ -11408,6 +11721,10 @@ OUTCOMES = {
     "listed": OutcomeText(
         "Listed",
         "All is well."),
+    "found": OutcomeText(
+        "Listed, because another list names it",
+        "This master found it at %s and asks it; it has not announced itself here. If it does, it "
+        "stays listed even if that list drops it."),
     "private": OutcomeText(
         "Listed under a private address",
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
@@ -11460,7 +11777,10 @@ def current_outcomes(web, request, address, listed):
     They say how each server in `listed` stands, whether the address is banned, and whether it has
     used up the limit of its datagrams. No pair occurs twice."""
     rules = web.rules
-    outcomes = [(listed_outcome(server), "") for server in listed if server.responding]
+    outcomes = []
+    for server in listed:
+        if server.responding:
+            outcomes.append((listed_outcome(server), server.found_at))
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
     if ban_reason:
         outcomes.append(("banned", ban_reason))
@@ -11474,6 +11794,8 @@ def listed_outcome(server):
     """Return the key in OUTCOMES that says how a listed server stands."""
     if not server.confirmed:
         return "unconfirmed"
+    if server.found_at:
+        return "found"
     if server.address in LOCAL_NETWORKS:
         return "private"
     if ":" in server.address and server.game in IPV4_LISTS:
@@ -11565,6 +11887,9 @@ METRICS = {
     "cluster_pending": "Own servers of which they are to be told.",
     "cluster_reconnects_total": "How often the link was made anew.",
     "cluster_servers": "Listed servers by the master that has heard them.",
+    "upstream_fetched_seconds": "When another master's list was fetched, in seconds since 1970.",
+    "upstream_addresses": "The addresses in it.",
+    "upstream_listed": "Servers that are listed because of it.",
     "trouble": "1 while something does not work.",
     "info": "The program.",
 }
@@ -11608,6 +11933,12 @@ def metric_values(web, now):
                 values["cluster_" + name]['{master="%s"}' % master] = count
         else:
             values["cluster_" + name][""] = float(value)
+    for label, state in core.upstream.items():
+        labels = '{list="%s"}' % label
+        values["upstream_addresses"][labels] = state.addresses
+        values["upstream_listed"][labels] = state.listed
+        if state.fetched is not None:
+            values["upstream_fetched_seconds"][labels] = state.fetched
     values["info"]['{version="%s"}' % __version__] = 1
     return values
 
@@ -11624,6 +11955,7 @@ def get_healthz(web, request):
         "servers": web.registry.total,
         "version": __version__,
         "cluster": web.core.cluster,
+        "upstream": {label: state._asdict() for label, state in web.core.upstream.items()},
     })
     return HttpResponse(body + b"\n", JSON_TYPE)
 
@@ -11778,7 +12110,7 @@ PROTOCOLS = (
 # Sockets, threads and the clock. One thread, the event loop, serves every listener and connection.
 # It alone changes shared data, so nothing needs a lock. All events of one wake-up are handled with
 # the same `now`. Calls that may block run in threads of their own: the disk and the log always
-# have one; host names, other masters and each webhook have one only if they are used.
+# have one; host names, other masters, their lists and each webhook have one only if they are used.
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
@@ -13017,6 +13349,7 @@ def descriptor_limit(raise_to=0):
 
 
 DOCUMENTATION_ADDRESS = "192.0.2.1"     # reserved by RFC 5737; stands for any host on the internet
+DOCUMENTATION_ADDRESS_IPV6 = "2001:db8::1"      # reserved by RFC 3849
 DISCARD_PORT = 9                        # any port would do, because nothing is sent
 
 
@@ -13540,6 +13873,11 @@ def default_master_name(database):
     return "%s-%08x" % (host[:HOST_NAME_CHARACTERS], number)
 
 
+def announced_last(server):
+    """Return the sort key by which the best of several masters' entries of a server comes last."""
+    return not server.found_at, server.last_seen
+
+
 class Cluster:
     """Shares this master's list with other masters, through MasterLogs.
 
@@ -13548,8 +13886,9 @@ class Cluster:
 
     # The attributes of our own server that an entry of another master replaces, if that master has
     # heard the server later. The other stored attributes say how this master knows the server, who
-    # may change it, and whether the ini names it; each master decides these for itself.
-    TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned"}
+    # may change it, whether the ini names it, and in which list it was found; each master decides
+    # these for itself.
+    TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned", "found_at"}
 
     linked_at = 0.0                             # when the link began to work; 0 without a link
     # Since when another process has held this master's name; None if none does
@@ -13706,8 +14045,9 @@ class Cluster:
     def publish_entry(self, key):
         """Bring one server of our list up to date with what other masters know about it.
 
-        If several other masters know the server, the one that has heard it last counts. If no other
-        master knows it any more, it leaves our list, unless we have heard it ourselves."""
+        If several other masters know the server, the one that has heard it last counts; those that
+        have only found it in a list count after all others. If no other master knows it any more,
+        it leaves our list, unless we have heard it ourselves."""
         registry = self.registry
         server = registry.get(*key)
         remote = self.latest_remote_server(key)
@@ -13722,6 +14062,10 @@ class Cluster:
                 self.without_room[key] = None       # list_those_without_room() tries again
         elif server.master:
             self.copy_attributes(remote, server, (*STORED_FIELDS, "confirmed", "master"))
+        elif server.found_at and not remote.found_at:
+            # We have found the server in a list, but it has announced itself to the other master.
+            # When ours is gone, on_registry_event() calls this method again
+            registry.remove_own(server)
         elif not self.own_entry_wins(server, remote):
             self.copy_attributes(remote, server, self.TAKEN_OVER)
 
@@ -13729,7 +14073,7 @@ class Cluster:
         """Return the server with this key, as known to the other master that heard from it last.
         Return None if no other master knows it, or if our rules forbid listing it."""
         candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
-        latest = max(candidates, key=lambda server: server.last_seen, default=None)
+        latest = max(candidates, key=announced_last, default=None)
         if latest is None:
             return None
         try:
@@ -14258,17 +14602,23 @@ def fetch_json_list(host, port, json_list, tls=False, address=""):
     `address` is the host's address, if the caller has looked it up already. Raise Malformed if the
     response is not a list, and OSError if there is none, or if the host's certificate is wrong."""
     # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, endpoint_text(host, port))
+    host_field = endpoint_text(host, port)
+    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
     with web_socket(host, port, tls, address) as sock:
         response = tcp_read_all(sock, request.encode())
     head, _, body = bytes(response).partition(b"\r\n\r\n")
     status_line, _, _ = head.partition(b"\r\n")
-    if not re.match(rb"HTTP/1\.[0-9] 200\b", status_line):
-        raise Malformed("%s: the answer is %a" % (json_list.path, decode_legacy(status_line)))
     try:
+        check_status(status_line)
         return json_array(body.decode(), json_list.servers)
     except (RecursionError, ValueError) as error:
         raise Malformed("%s: %s" % (json_list.path, error_text(error))) from None
+
+
+def check_status(status_line):
+    """Raise ValueError unless this is the first line of a response with the status 200."""
+    if not re.match(rb"HTTP/1\.[0-9] 200\b", status_line):
+        raise ValueError("the answer is %a" % decode_legacy(status_line))
 
 
 def web_socket(host, port, tls, address=""):
@@ -14374,13 +14724,405 @@ def json_entry(entry, json_list):
 
 # For each game the function that fetches a list, and the default port of the game's masters
 LISTS: Any = {
-    "iceball": (list_iceball, 27790),
-    "subspace": (list_subspace, 4990),
-    "hyperbol": (list_hyperbol, 20203),
-    "aio": (list_aio, 27011),
-    "quake3": (list_quake3, 27950),
-    "luanti": (list_luanti, 27790),
+    "iceball": (list_iceball, MASTER_PORTS["iceball"]),
+    "subspace": (list_subspace, MASTER_PORTS["subspace"]),
+    "hyperbol": (list_hyperbol, MASTER_PORTS["hyperbol"]),
+    "aio": (list_aio, MASTER_PORTS["aio"]),
+    "quake3": (list_quake3, MASTER_PORTS["quake3"]),
+    "luanti": (list_luanti, MASTER_PORTS["luanti"]),
 }
+
+
+# --- What other masters list ---------------------------------------------------------------------
+#
+# The lists that [upstream] names are fetched in a thread, one after another. What another master
+# says is where to ask, and nothing else: each address is given to the poller, and a server is
+# listed when it has answered here. It leaves when it no longer answers, whatever the list says.
+
+# So many addresses of one list are used. No game that is served here has more servers
+UPSTREAM_ADDRESSES = 5000
+# A list that could not be fetched is tried again after this time, or after the interval if that is
+# shorter
+UPSTREAM_RETRY_S = 60.0
+# The time in which host names in one list are looked up. The others follow at the next fetch
+UPSTREAM_RESOLVE_S = 10.0
+# So many addresses of all lists may wait for their first answer. More would not be asked sooner:
+# each that is silent takes up to 6 s, and the default rate is 500 queries a second
+UPSTREAM_NEWCOMERS = 1000
+# So many addresses are given to the poller in one tick, which takes 10 ms
+UPSTREAM_STEP = 500
+# Found servers fill at most one part in so many of [limits] servers. The rest is for servers that
+# announce themselves
+FOUND_SHARE = 2
+
+
+class FetchedList(NamedTuple):
+    """The result of one fetch."""
+
+    servers: List[FoundServer]
+    left_out: int                   # how many others the list names that are not to be asked
+
+
+def fetch_upstream(upstream, own_addresses, host_addresses):
+    """Fetch the list of an Upstream, and return a FetchedList. This blocks.
+
+    `own_addresses` are those of this machine. `host_addresses` is an OrderedDict with the addresses
+    of host names in the list, which look_up_names() keeps between fetches. Raise OSError, Malformed
+    or another ValueError if there is no list."""
+    upstream_address = resolve_host(upstream.host)
+    fetch = FOUND_LISTS[upstream.game]
+    named_servers = fetch(upstream, upstream_address)
+    look_up_names([server.address for server in named_servers], host_addresses)
+    servers = {}
+    for server in named_servers:
+        address = host_addresses.get(server.address, server.address)
+        is_askable = may_be_asked(address, upstream_address, own_addresses)
+        if is_askable and 0 < server.port <= MAX_PORT and len(servers) < UPSTREAM_ADDRESSES:
+            address = canonical_address(address)
+            servers[address, server.port] = server._replace(address=address)
+    left_out = len(named_servers) - len(servers)
+    return FetchedList(list(servers.values()), left_out)
+
+
+def may_be_asked(address, upstream_address, own_addresses):
+    """May a server be asked at an address that the list of a master at `upstream_address` names?
+
+    A master on the internet must not make us query machines of our own network. Only a master that
+    is in such a network, or on this machine, may name addresses there."""
+    if not is_unicast(address):
+        return False
+    is_near = is_near_address(address, own_addresses)
+    return not is_near or is_near_address(upstream_address, own_addresses)
+
+
+def is_near_address(address, own_addresses):
+    """Is this an address that is not on the internet, or one of our own?"""
+    canonical = canonical_address(address)
+    if canonical in own_addresses:
+        return True
+    return canonical in LOCAL_NETWORKS or canonical in SHARED_NETWORK
+
+
+def is_switched_off(settings, game):
+    """Do the settings switch this game off? It is one of UPSTREAM_GAMES."""
+    switch = settings[UPSTREAM_GAMES[game]]
+    return switch is None or switch is False        # port 0 means any free port
+
+
+def find_own_addresses(settings):
+    """Return the addresses of this machine, as far as the settings and the system tell them."""
+    return {
+        settings["server.public_address"],
+        *settings["server.bind"],
+        own_address(),
+        own_address(DOCUMENTATION_ADDRESS_IPV6),
+    }
+
+
+def look_up_names(hosts, host_addresses):
+    """Look up those of the hosts that are names, for at most UPSTREAM_RESOLVE_S.
+
+    `host_addresses` is an OrderedDict with the address of each name that was looked up before, ""
+    if it has none. New names are looked up first, then those whose last look-up is the oldest.
+    Names that are not in `hosts` are removed."""
+    names = dict.fromkeys(host for host in hosts if not is_unicast(host))
+    for name in list(host_addresses):
+        if name not in names:
+            del host_addresses[name]
+    for name in itertools.islice(names, UPSTREAM_ADDRESSES):
+        if name not in host_addresses:
+            host_addresses[name] = ""
+            host_addresses.move_to_end(name, last=False)
+    deadline = time.monotonic() + UPSTREAM_RESOLVE_S
+    for name in list(host_addresses):
+        if time.monotonic() >= deadline:
+            return
+        host_addresses.move_to_end(name)
+        # The system raises a UnicodeError, which is a ValueError, for a text that cannot be a name
+        with contextlib.suppress(OSError, ValueError):
+            host_addresses[name] = resolve_host(name)
+
+
+# These functions fetch the list of an Upstream from the address of its host, and return a
+# FoundServer for each entry. Its address is not checked yet, and may be a host name
+
+def found_in_quake3_list(upstream, address):
+    """Return the FoundServers in the list of a Quake III master."""
+    protocol = int(upstream.protocol)
+    entries = list_quake3(address, upstream.port, upstream.gamename, protocol)
+    return found_addresses(upstream, entries)
+
+
+def found_in_hyperbol_list(upstream, address):
+    """Return the FoundServers in the list of a Hyperbol master."""
+    return found_addresses(upstream, list_hyperbol(address, upstream.port))
+
+
+def found_in_aio_list(upstream, address):
+    """Return the FoundServers in the framed list of an AIO master. Only servers of the framed
+    dialect answer queries, so the list in text would not add any."""
+    return found_addresses(upstream, list_aio_framed(address, upstream.port))
+
+
+def found_addresses(upstream, entries):
+    """Return a FoundServer, without further fields, for each entry of a list."""
+    return [FoundServer(entry["address"], entry["port"], upstream.name) for entry in entries]
+
+
+def found_in_subspace_list(upstream, address):
+    """Return the FoundServers in the list of a SubSpace master, with their texts."""
+    servers = []
+    for zone in list_subspace(address, upstream.port):
+        fields = {
+            "name": zone["name"] or endpoint_text(zone["address"], zone["port"]),
+            "version": str(zone["version"]),
+            "description": zone["description"],
+            "details": {"scores": "yes" if zone["scores"] else "no"},
+        }
+        servers.append(FoundServer(zone["address"], zone["port"], upstream.name, fields))
+    return servers
+
+
+def found_in_luanti_list(upstream, address):
+    """Return the FoundServers in a list of Luanti servers, with their announcements.
+
+    Entries that no server could have announced are left out."""
+    entries = fetch_json_list(
+        upstream.host, upstream.port, LUANTI_LIST, tls=upstream.tls, address=address)
+    servers = []
+    for entry in entries:
+        with contextlib.suppress(ArithmeticError, LookupError, Refused, TypeError, ValueError):
+            servers.append(found_luanti_server(upstream, entry))
+    return servers
+
+
+def found_luanti_server(upstream, entry):
+    """Return the FoundServer for an entry in a list of Luanti servers.
+
+    Raise Refused if no server could have announced it, and ArithmeticError, LookupError, TypeError
+    or ValueError if it is not an entry."""
+    computed = dict.fromkeys(LUANTI_COMPUTED, 0)
+    announcement = luanti_fields({**computed, **entry})
+    host = entry["address"]
+    if not isinstance(host, str):
+        raise TypeError("address: not a text")
+    return FoundServer(host, int(entry["port"]), upstream.name, luanti_attributes(announcement))
+
+
+FOUND_LISTS = {
+    "quake3": found_in_quake3_list,
+    "hyperbol": found_in_hyperbol_list,
+    "subspace": found_in_subspace_list,
+    "aio": found_in_aio_list,
+    "luanti": found_in_luanti_list,
+}
+
+
+class ListIdentity(NamedTuple):
+    """What an Upstream and the servers that were found through it have in common."""
+
+    game: str                       # "" for the Quake III family, which has many games
+    found_at: str
+    gamename: str                   # of the Quake III family, in lower case
+    protocol: str
+
+
+def identity_of_list(upstream):
+    """Return the ListIdentity of an Upstream."""
+    game = "" if upstream.gamename else upstream.game
+    return ListIdentity(game, upstream.name, upstream.gamename.lower(), upstream.protocol)
+
+
+def identity_of_server(server):
+    """Return the ListIdentity of the list through which a server was found."""
+    gamename = server.details.get("gamename", "")
+    if not gamename:
+        return ListIdentity(server.game, server.found_at, gamename="", protocol="")
+    return ListIdentity("", server.found_at, gamename.lower(), server.version)
+
+
+class UpstreamList:
+    """One list of another master, and the result of its last fetch."""
+
+    def __init__(self, upstream):
+        """Begin without a fetch. `upstream` is the Upstream in the ini."""
+        self.upstream = upstream
+        self.tried_at = -math.inf           # when the last fetch began
+        self.fetched: Optional[int] = None  # the last good fetch, in seconds since 1970
+        self.addresses = 0                  # how many it brought
+        self.trouble = ""                   # why the last fetch failed; "" if it did not
+        # The servers of the last good fetch that have not been given to the poller yet
+        self.waiting = collections.deque()
+        self.host_addresses = collections.OrderedDict()     # see look_up_names()
+
+    def is_due(self, now, interval):
+        """Return whether it is time to fetch the list."""
+        pause_s = min(interval, UPSTREAM_RETRY_S) if self.trouble else interval
+        return now >= self.tried_at + pause_s
+
+    def on_list(self, fetched_list, wall):
+        """Take the FetchedList of a fetch that succeeded at the time `wall`."""
+        label = self.upstream.label
+        if self.fetched is None or self.trouble:
+            log.info("%s: %d addresses in the list, %d others left out", label,
+                     len(fetched_list.servers), fetched_list.left_out)
+        self.fetched = int(wall)
+        self.trouble = ""
+        self.addresses = len(fetched_list.servers)
+        self.waiting = collections.deque(fetched_list.servers)
+
+    def on_error(self, error):
+        """Note that a fetch has failed. The log gets that once, until a fetch succeeds."""
+        reason = clean(error_text(error), OUTCOME_CHARACTERS)
+        if not self.trouble:
+            log.warning("%s: no list: %a", self.upstream.label, reason)
+        self.trouble = reason
+
+
+class Upstreams:
+    """Fetches the lists of other masters, and has the servers in them queried.
+
+    A thread makes the fetches, because they block. It starts with the first one, so without lists
+    there is no thread. Everything else is done in the event loop, which treats this object like a
+    protocol."""
+
+    def __init__(self, master_server):
+        """Join a MasterServer, whose protocols exist already."""
+        self.master_server = master_server
+        self.settings = master_server.settings
+        self.registry = master_server.registry
+        self.poller = master_server.poller
+        # The protocols whose servers can be queried, by game
+        self.games = {}
+        for protocol in master_server.protocols:
+            if isinstance(protocol, PolledGame):
+                self.games[protocol.game] = protocol
+        self.lists: List[UpstreamList] = []
+        self.is_fetching = False
+        self.asked = []                 # targets that have not answered for the first time yet
+        self.thread = WorkerThread("upstream", master_server.post)
+        # Before the poller, whose tick then queries the servers that this one's tick has named
+        master_server.protocols.insert(0, self)
+        self.read(self.settings)
+
+    def read(self, settings):
+        """Read the lists from the settings, at the start and after a reload.
+
+        What only a former list has named is not queried any more, and leaves."""
+        lists_before = {known.upstream: known for known in self.lists}
+        self.lists = []
+        for upstream in settings["upstream.masters"]:
+            if is_switched_off(settings, upstream.game):
+                log.warning("%s: its servers are not asked, because the game is switched off here",
+                            upstream.label)
+            else:
+                self.lists.append(lists_before.get(upstream) or UpstreamList(upstream))
+        if lists_before.keys() - {known.upstream for known in self.lists}:
+            self.forget_asked()
+        self.remove_unnamed()
+
+    def forget_asked(self):
+        """Stop querying all servers that have not answered for the first time yet.
+
+        Those that are still in a list are queried again after its next fetch."""
+        for target in self.asked:
+            if self.is_waiting(target):
+                self.poller.remove(target)
+        self.asked = []
+
+    def remove_unnamed(self):
+        """Remove each listed server that was found in a list which is not named any more."""
+        identities = {identity_of_list(known.upstream) for known in self.lists}
+        for server in self.found_servers():
+            if identity_of_server(server) not in identities:
+                self.registry.remove_own(server)
+
+    def found_servers(self):
+        """Return the servers that this master lists because it has found them in a list."""
+        servers = []
+        for same_game in self.registry.games.values():
+            for server in same_game.values():
+                if server.found_at and not server.master:
+                    servers.append(server)
+        return servers
+
+    def tick(self, now):
+        """Begin a fetch that is due, query the servers that fetches have brought, and update the
+        state that /healthz shows. This is called once a second."""
+        self.start_fetch(now)
+        listed_counts = collections.Counter()
+        if self.lists:
+            listed_counts.update(map(identity_of_server, self.found_servers()))
+            self.query_waiting(sum(listed_counts.values()))
+        state = self.master_server.upstream
+        state.clear()
+        for known in self.lists:
+            identity = identity_of_list(known.upstream)
+            state[known.upstream.label] = UpstreamState(
+                known.fetched, known.addresses, listed_counts[identity], known.trouble)
+
+    # Fetches
+
+    def start_fetch(self, now):
+        """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
+        interval = self.settings["upstream.interval"]
+        due = [known for known in self.lists if known.is_due(now, interval)]
+        if self.is_fetching or not due:
+            return
+        next_list = min(due, key=lambda known: known.tried_at)
+        next_list.tried_at = now
+        self.is_fetching = True
+        own_addresses = find_own_addresses(self.settings)
+        fetch = functools.partial(
+            fetch_upstream, next_list.upstream, own_addresses, next_list.host_addresses)
+        self.thread.submit(fetch, functools.partial(self.on_fetched, next_list))
+
+    def on_fetched(self, fetched_from, result, now):
+        """Take the result of a fetch, a FetchedList or an exception, and begin the next fetch.
+
+        `fetched_from` is the UpstreamList, which the ini may have dropped since."""
+        self.is_fetching = False
+        if fetched_from in self.lists:
+            if isinstance(result, Exception):
+                fetched_from.on_error(result)
+            else:
+                fetched_from.on_list(result, time.time())
+        self.start_fetch(now)
+
+    # Queries
+
+    def query_waiting(self, listed_count):
+        """Have the poller query servers that fetches have brought, as many as there is room for.
+
+        The lists take turns. `listed_count` is the number of found servers that are listed."""
+        self.asked = list(filter(self.is_waiting, self.asked))
+        max_listed = self.registry.rules.max_servers // FOUND_SHARE
+        room = min(UPSTREAM_NEWCOMERS, max_listed - listed_count) - len(self.asked)
+        for turn in range(UPSTREAM_STEP):
+            waiting_lists = [known for known in self.lists if known.waiting]
+            if room <= 0 or not waiting_lists:
+                return
+            known = waiting_lists[turn % len(waiting_lists)]
+            room -= self.query_next(known)
+
+    def query_next(self, known):
+        """Take the next server of an UpstreamList. Return 1 if it is a new target, otherwise 0."""
+        found = known.waiting.popleft()
+        game = self.games[known.upstream.game]
+        try:
+            target = game.query_found(found)
+        except Refused:
+            return 0                    # by a ban or a limit, as any other server would be
+        if target is None:
+            return 0
+        self.asked.append(target)
+        return 1
+
+    def is_waiting(self, target):
+        """Return whether a target that query_found() has returned still waits for its first
+        answer."""
+        is_target = self.poller.targets.get(target.key) is target
+        return is_target and target.querier.is_unlisted_found(target)
 
 
 # --- The running program -------------------------------------------------------------------------
@@ -14415,6 +15157,7 @@ class MasterServer:
     wake_in: Any = None
     wake_out: Any = None
     link: Optional[Cluster] = None
+    upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
     events_this_second = 0          # servers that were listed or have left since the last tick
@@ -14431,9 +15174,10 @@ class MasterServer:
         self.rules = Rules(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        # These four are described in Core
+        # These five are described in Core
         self.health, self.gauges = {}, {}
         self.tallies, self.cluster = {}, {}
+        self.upstream: Dict[str, UpstreamState] = {}
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
         self.protocols = [self.news]
@@ -14483,6 +15227,7 @@ class MasterServer:
         try:
             self.open_protocols()
             self.registry.subscribe(self.log_event, events=("listed", "gone"), every_master=True)
+            self.upstreams = Upstreams(self)
             if self.settings["cluster.redis"]:
                 self.link = Cluster(self)
         except BaseException:
@@ -14569,6 +15314,8 @@ class MasterServer:
             self.database.close()
         self.host_names.worker.stop(timeout=0.0)        # nobody waits for its look-ups any more
         self.news.stop()
+        if self.upstreams:
+            self.upstreams.thread.stop(timeout=0.0)
         if self.link:
             self.link.close()
         self.run_posted_calls(now)                      # with the results of the threads' last jobs
@@ -14758,7 +15505,8 @@ class MasterServer:
             listeners=self.listeners,
             gauges=self.gauges,
             hourly_players=self.hourly_players,
-            cluster=self.cluster)
+            cluster=self.cluster,
+            upstream=self.upstream)
 
     def hourly_players(self):
         """Return the last day's hourly player counts, lists by the server's key. Return {} if there
@@ -15961,8 +16709,10 @@ def check_settings(settings):
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
     check_engine(settings["cluster.redis"])
+    check_upstreams(settings)
     # The trial must not change the database, and other masters must not notice it
-    settings.values.update({"server.database": "", "cluster.redis": None})
+    settings.values.update({
+        "server.database": "", "cluster.redis": None, "upstream.masters": ()})
     master_server = MasterServer(settings)
     try:
         master_server.bind()
@@ -16012,6 +16762,26 @@ def check_engine(engine):
         if b"policy:noeviction" not in info:
             say("warning: [cluster] redis: its maxmemory-policy may drop what the masters have"
                 " written; set noeviction.")
+
+
+def check_upstreams(settings):
+    """Fetch each list that [upstream] names once, and print how many addresses it has, or a warning
+    that says why it cannot be fetched."""
+    own_addresses = find_own_addresses(settings)
+    for upstream in settings["upstream.masters"]:
+        if is_switched_off(settings, upstream.game):
+            section, _, key = UPSTREAM_GAMES[upstream.game].partition(".")
+            say("warning: [upstream] %s: the game is switched off here, by [%s] %s."
+                % (upstream.label, section, key))
+            continue
+        try:
+            result = fetch_upstream(upstream, own_addresses, collections.OrderedDict())
+        except (Malformed, OSError, OverflowError, ValueError) as error:
+            say("warning: [upstream] %s: no list: %s"
+                % (upstream.label, clean(error_text(error), TEXT_CHARACTERS)))
+        else:
+            say("[upstream] %s: %d addresses in the list, %d others left out"
+                % (upstream.label, len(result.servers), result.left_out))
 
 
 # --- A test of the webhooks ----------------------------------------------------------------------

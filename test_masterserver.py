@@ -406,6 +406,48 @@ class SettingsTest(unittest.TestCase):
         "redis://:TOKEN=TOKEN@h.example/0", "discord https://h.example/TOKEN",
         "203.0.113.7:5 = https://h.example/TOKEN", "203.0.113.7 https://h.example/TOKEN = yes")
 
+    def test_lists_of_other_masters(self):
+        """(the line, the Upstream, the master's name, the list's name)"""
+        for line, upstream, name, label in (
+                ("quake3 DP.example Xonotic 3",
+                 ("quake3", "dp.example", 27950, False, "Xonotic", "3"), "dp.example",
+                 "quake3 dp.example Xonotic 3"),
+                ("quake3  192.0.2.1:5  Q3-x_! -2",
+                 ("quake3", "192.0.2.1", 5, False, "Q3-x_!", "-2"), "192.0.2.1:5",
+                 "quake3 192.0.2.1:5 Q3-x_! -2"),
+                ("hyperbol [2001:DB8::1]", ("hyperbol", "2001:db8::1", 20203), "2001:db8::1",
+                 "hyperbol 2001:db8::1"),
+                ("subspace [2001:db8::1]:5", ("subspace", "2001:db8::1", 5), "[2001:db8::1]:5",
+                 "subspace [2001:db8::1]:5"),
+                ("aio a_b.example", ("aio", "a_b.example", 27011), "a_b.example",
+                 "aio a_b.example"),
+                ("luanti a.example", ("luanti", "a.example", 27790), "a.example",
+                 "luanti a.example"),
+                ("luanti http://a.example", ("luanti", "a.example", 80), "a.example:80",
+                 "luanti a.example:80"),
+                ("luanti https://a.example/", ("luanti", "a.example", 443, True), "a.example",
+                 "luanti https://a.example"),
+                ("luanti https://a.example:5", ("luanti", "a.example", 5, True), "a.example:5",
+                 "luanti https://a.example:5")):
+            found, = ms.Settings({"upstream.masters": "\n%s\n\n%s\n" % (line, line)})[
+                "upstream.masters"]
+            self.assertEqual(found, ms.Upstream(*upstream))
+            self.assertEqual((found.name, found.label), (name, label))
+        for line, words in (
+                ("iceball a.example", "Iceball's servers answer no queries"),
+                ("doom a.example", "expected one of quake3, hyperbol"), ("hyperbol", "GAME HOST"),
+                ("a.example", "expected one of"), ("quake3 a.example", "GAMENAME PROTOCOL"),
+                ("quake3 a.example 71", "GAME HOST"), ("quake3 a.example X 3 4", "GAME HOST"),
+                ("quake3 a.example X three", "GAME HOST"), ('quake3 a.example X"{ 3', "GAME HOST"),
+                ("hyperbol a.example X", "GAME HOST"), ("aio https://a.example", "GAME HOST"),
+                ("luanti ftp://a.example", "GAME HOST"), ("luanti http://a.example/x", "GAME HOST"),
+                ("luanti https://me:TOKEN@a.example", "expected"), ("aio a.example:0", "expected"),
+                ("aio a.example:70000", "expected"), ("aio caf\xe9.example", "GAME HOST"),
+                ("\n".join("aio a%d.example" % number for number in range(21)), "at most 20")):
+            error = self.refused("[upstream]\nmasters =\n  " + line.replace("\n", "\n  "))
+            self.assertIn(words, error)
+            self.assertNotIn("TOKEN", error)
+
     def refused(self, text, *overrides):
         """What the error of this ini says; "" if it is none."""
         try:
@@ -424,7 +466,7 @@ class SettingsTest(unittest.TestCase):
                  "server": "refuse_names =", "http": "intro = x", "aio": "news = x",
                  "hyperbol": "servers =", "subspace": "zones =", "quake3": "tags =",
                  "iceball": "port = 5", "luanti": "enabled = yes", "cluster": "name = a",
-                 "poll": "rate = 5"}
+                 "poll": "rate = 5", "upstream": "masters = hyperbol a.example"}
         self.assertEqual(set(below), ms.SECTIONS)
         # Where they are right: a blank in a password is one
         right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
@@ -753,6 +795,22 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual(self.events, [("listed", 1), *[("changed", 1)] * 2, ("gone", 1)])
         self.assertEqual((self.registry.total, dict(self.registry.sources)), (0, {}))
         self.assertEqual(self.registry.altered, {("iceball", "203.0.113.9", 1)})
+
+    def test_a_server_that_another_list_named_is_an_own_one_once_it_announces_itself(self):
+        self.hear(1, found_at="up.example", name="a")
+        self.hear(2, name="b")
+        server = self.registry.get("iceball", "203.0.113.9", 1)
+        for shares, names in ("yes", "ab"), ("no", "b"):
+            generation = self.registry.generation
+            self.registry.apply_rules(settings_of({"upstream__share": shares}))
+            self.assertGreater(self.registry.generation, generation)
+            self.assertEqual([one.name for one in self.registry.for_clients(
+                self.registry.servers())], list(names))
+        self.hear(1, found_at="up.example", players=3)
+        self.assertEqual((server.found_at, server.players), ("up.example", 3))
+        self.hear(1)
+        self.assertEqual((server.found_at, len(self.registry.for_clients(
+            self.registry.servers()))), ("", 2))
 
     def test_subscribers_are_called_for_their_game_and_events(self):
         seen = []
@@ -1634,6 +1692,27 @@ class PollerTest(unittest.TestCase):
         self.assertEqual([len(second) for second in asked], [4] * 15)
         self.assertEqual([len(set(sum(asked[at:at + 5], []))) for at in (0, 5, 10)], [20] * 3)
 
+    def test_what_another_list_names_comes_last_and_is_counted_apart(self):
+        """Its servers get what the others leave, and keep no server out that announces itself."""
+        poller = make_core(poll__rate="4").poller
+        found = [poller.add_found(self.querier, ms.FoundServer(address_of(number), 5000, "up"))
+                 for number in range(10, 40)]
+        self.add(3, poller)
+        self.assertEqual([place[0] in map(address_of, range(3)) for _, place in poller.tick(1.0)],
+                         [True] * 3 + [False])
+        poller.add_newcomer(self.querier, self.here, 5001)
+        self.assertEqual([place for _, place in poller.tick(2.0)][0], (self.here, 5001))
+        self.assertEqual([poller.sources.get(address_of(10)), poller.found_sources[address_of(10)]],
+                         [None, 1])
+        for _ in range(2):
+            poller.make_own(found[0])
+            self.assertEqual((poller.sources[address_of(10)],
+                              poller.found_sources.get(address_of(10))), (1, None))
+        for target in found:
+            poller.remove(target)
+        self.assertEqual((len(poller.targets), sum(poller.sources.values()),
+                          dict(poller.found_sources)), (4, 4, {}))
+
     def test_an_answer_counts_only_from_where_and_to_what_was_asked(self):
         target = self.poller.keep_polling(self.querier, self.here, 5000)
         [(data, peer)] = self.poller.tick(1.0)
@@ -1865,6 +1944,81 @@ class PolledGameTest(unittest.TestCase):
         self.run_game((3, 6), self.here)
         self.assertEqual(self.outcome(),
                          ("bad packet", "its answer from UDP port 5001: the wrong nonce"))
+
+    def find(self, *places, **fields):
+        """Another list names these; whether each is asked, or why not."""
+        told = []
+        for place in places:
+            try:
+                told.append(self.game.query_found(
+                    ms.FoundServer(*place, "up.example", fields)) is not None)
+            except ms.Refused as refused:
+                told.append(refused.outcome)
+        return told
+
+    def test_found_in_another_list_listed_while_it_answers(self):
+        """Nothing of it is recorded for /check."""
+        silent = "203.0.113.8"
+        self.assertEqual(self.find(self.here, (silent, 5000)), [True, True])
+        self.assertEqual(self.find(self.here), [False])
+        self.run_game(range(8), silent)
+        server, = self.registry.servers()
+        self.assertEqual((self.listed(), server.found_at, self.targets(), server.lifetime),
+                         ([(*self.here, 3)], "up.example", {self.here}, 900.0))
+        self.assertEqual(list(self.registry.outcomes), [])
+        self.assertEqual(self.find(self.here), [False])
+        self.run_game(range(8, 100), self.here[0])
+        self.assertEqual((self.listed(), self.targets(), list(self.registry.outcomes)),
+                         ([], set(), []))
+
+    def test_found_in_another_list_and_not_allowed(self):
+        self.core.registry.rules.read(settings_of({
+            "bans.198.51.100.0/24": "fakes", "blocked.192.0.2.0/24": "floods",
+            "limits__servers_per_source": "2", "server__refuse_names": "Fake"}))
+        self.assertEqual(self.find(("198.51.100.7", 1), ("192.0.2.7", 1)), ["banned"] * 2)
+        self.assertEqual(self.find(("203.0.113.8", 0), ("0.0.0.1", 1)), ["bad packet"] * 2)
+        self.assertEqual(self.find(("203.0.113.8", 1), name="A Fake"), ["name"])
+        self.assertEqual(self.find(*[("203.0.113.8", port) for port in (1, 2, 3)]),
+                         [True, True, "limit"])
+        # Its own announcement counts apart
+        self.game.query_newcomer("203.0.113.8", 4, 0.0)
+        self.game.query_newcomer("203.0.113.8", 1, 0.0)
+        self.assertEqual(self.poller.sources["203.0.113.8"], 2)
+
+    def test_found_in_another_list_and_then_announced_or_named(self):
+        """Before it has answered, and after that. Without the list it stays."""
+        for seconds_before, announce in itertools.product((0, 5), (
+                lambda now: self.game.query_newcomer(*self.here, now),
+                lambda now: self.name(self.here))):
+            self.setUp()
+            self.find(self.here)
+            self.run_game(range(seconds_before))
+            announce(float(seconds_before))
+            self.run_game(range(seconds_before, 45))
+            server, = self.registry.servers()
+            target, = self.poller.targets.values()
+            self.assertEqual((server.found_at, target.found), ("", None))
+
+    def test_found_in_another_list_and_listed_by_another_master(self):
+        """Its announcement there says more."""
+        for found_at, master in ("", "other"), ("up.example", ""):
+            self.setUp()
+            self.find(self.here)
+            server = ms.Server("test", *self.here, self.here[0], 0.0, 60.0, found_at=found_at)
+            server.master = "other"
+            self.registry.insert(server)
+            if found_at:
+                self.poller.add_found(self.game, ms.FoundServer(*self.here, "up.example"))
+            self.run_game(range(3))
+            self.assertEqual([one.master for one in self.registry.servers()], [master])
+
+    def test_found_before_a_restart(self):
+        server = ms.Server("test", *self.here, self.here[0], 0.0, 60.0, found_at="up.example")
+        self.registry.insert(server)
+        target, = self.poller.targets.values()
+        self.assertEqual(target.found, ms.FoundServer(*self.here, "up.example"))
+        self.run_game(range(3))
+        self.assertEqual((server.found_at, server.players), ("up.example", 3))
 
     def test_a_refused_server_is_polled_no_more_unless_pinned(self):
         for pinned in False, True:
@@ -5251,6 +5405,10 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(ms.render_badges(make_server()), "")
         words = re.findall(r'<i title="[^"]{20,}">([a-z -]+)</i>', ms.render_badges(server))
         self.assertEqual(words, ["official", "unconfirmed", "self-reported", "not responding"])
+        found = make_server(verified="another list", found_at="up.example")
+        self.assertIn("another list</i>", ms.render_badges(found))
+        self.holds(page_of(web_of([found]), link_to(found)),
+                   "<dt>Found at</dt><dd>up.example</dd>", "its texts come from another list</dd>")
         for path in "/", link_to(server), "/check?address=192.0.2.1":
             text = Outline(page_of(web_of([server]), path)).text
             self.holds(" ".join(text.split()), "Once official unconfirmed")
@@ -5819,6 +5977,207 @@ def luanti_body(text):
 def luanti_request(text):
     body = luanti_body(text)
     return LUANTI_HEAD % len(body) + body
+
+
+# --- Servers that another list names --------------------------------------------------------------
+
+class FoundWorld:
+    """A game's protocol, and one game server of it that another list names and that answers."""
+
+    place = ("203.0.113.9", 36960)
+    source = "203.0.113.9"
+    fields: Dict[str, Any] = {}
+
+    def __init__(self):
+        self.core = make_core()
+        self.registry, self.poller = self.core.registry, self.core.poller
+        self.protocol = self.make(self.core)
+        self.now = 0.0
+
+    def find(self, **fields):
+        return self.protocol.query_found(
+            ms.FoundServer(*self.place, "up.example", {**self.fields, **fields}))
+
+    def run(self, seconds, answers=True):
+        for _ in range(seconds):
+            self.now += 1.0
+            self.registry.expire(self.now)
+            queries = self.protocol.tick(self.now) or []
+            queries += self.poller.tick(self.now)
+            for query, peer in queries if answers else ():
+                to = self.protocol if self.is_ping(query) else self.poller
+                to.datagram(self.reply(query), peer, self.now + 0.02)
+
+    def is_ping(self, query):
+        return False
+
+    def servers(self):
+        return [(server.name, server.verified, server.found_at, server.players)
+                for server in self.registry.servers()]
+
+
+class FoundQuake3(FoundWorld):
+    make, listed = ms.Quake3, ("Red Test  q", "query", 0)
+
+    def reply(self, query):
+        return info(query[12:])
+
+    def announce(self):
+        self.run(1)                 # so that its answer is the same as the last one
+        (getinfo, _), = self.protocol.datagram(HEARTBEAT, self.place, self.now)
+        self.protocol.datagram(info(getinfo[12:]), self.place, self.now + 0.02)
+
+
+class FoundHyperbol(FoundWorld):
+    make, listed = ms.Hyperbol, ("Fun & Games", "query", 5)
+
+    def reply(self, query):
+        return hyperbol_reply(o1=query[1:])
+
+    def announce(self):
+        self.protocol.on_http_announcement(*self.place, {}, self.now)
+
+
+class FoundZone(FoundWorld):
+    make, listed = ms.SubSpacePing, ("Its zone", "another list", 6)
+    place = ZONE
+    fields = {"name": "Its zone", "version": "134", "details": {"scores": "yes"}}
+
+    def reply(self, query):
+        return asss(query)
+
+    def announce(self):
+        (ping, peer), = self.protocol.datagram(ZONE_PACKET, (self.source, 5000), self.now)
+        self.protocol.datagram(asss(ping), peer, self.now + 0.02)
+
+
+class FoundAio(FoundWorld):
+    make, listed = ms.Aio, ("My server", "query", 3)
+    place = ("203.0.113.9", 27010)
+
+    def reply(self, query):
+        return zlib.compress(AIO_ANSWER)
+
+    def announce(self):
+        aio_peer(self.protocol, AIO_FRAMED, self.source, self.now)
+
+
+class FoundLuanti(FoundWorld):
+    make, listed = ms.Luanti, (json.loads(LUANTI_START)["name"], "another list", 0)
+    place = ("203.0.113.9", 36302)
+
+    @property
+    def fields(self):
+        return ms.luanti_attributes(ms.luanti_fields(json.loads(LUANTI_STORED)))
+
+    def reply(self, query):
+        return LUANTI_PROBED
+
+    def announce(self):
+        self.protocol.on_http_announcement(*self.place, json.loads(LUANTI_START), self.now)
+
+
+class FoundServersTest(unittest.TestCase):
+    """In every game: what another list names is asked, listed, and left, as it answers."""
+
+    worlds = FoundQuake3, FoundHyperbol, FoundZone, FoundAio, FoundLuanti
+
+    def test_listed_once_it_answers_and_gone_when_it_does_not(self):
+        for make in self.worlds:
+            world = make()
+            with self.subTest(make.__name__):
+                self.assertEqual(set(ms.UPSTREAM_GAMES), {one().protocol.game
+                                                          for one in self.worlds})
+                self.assertIsNotNone(world.find())
+                world.run(20, answers=False)
+                self.assertEqual((world.servers(), world.poller.targets), ([], {}))
+                self.assertIsNotNone(world.find())
+                world.run(3)
+                name, verified, players = world.listed
+                self.assertEqual(world.servers(), [(name, verified, "up.example", players)])
+                world.run(300)
+                self.assertEqual(len(world.servers()), 1)
+                world.run(110, answers=False)
+                self.assertEqual((world.servers(), world.poller.targets,
+                                  list(world.registry.outcomes)), ([], {}, []))
+
+    def test_its_own_once_it_announces_itself(self):
+        """Before it was asked, before it has answered, and while it is listed."""
+        for make, seconds, answers in itertools.product(
+                self.worlds, (0, 1, 100), (False, True)):
+            world = make()
+            with self.subTest(make.__name__, seconds=seconds, answers=answers):
+                world.find()
+                world.run(min(seconds, 8) if not answers else seconds, answers)
+                world.announce()
+                world.run(40)
+                (_, _, found_at, _), = world.servers()
+                target, = world.poller.targets.values()
+                self.assertEqual((found_at, target.found), ("", None))
+                self.assertIsNone(world.find())
+                world.run(40)
+                (_, _, found_at, _), = world.servers()
+                self.assertEqual((found_at, dict(world.poller.found_sources)), ("", {}))
+
+    def test_later_texts_of_the_other_list(self):
+        for make in FoundZone, FoundLuanti:
+            world = make()
+            world.find()
+            world.run(3)
+            world.find(name="Another name")
+            world.run(35)
+            (name, verified, found_at, _), = world.servers()
+            self.assertEqual((name, verified, found_at),
+                             ("Another name", "another list", "up.example"))
+        server, = FoundServersTest.zone_after(40).registry.servers()
+        self.assertEqual(server.details, {"scores": "yes", "arenas": ARENAS_TEXT})
+
+    @staticmethod
+    def zone_after(seconds):
+        world = FoundZone()
+        world.find()
+        world.run(seconds)
+        return world
+
+    def test_an_update_of_a_luanti_server_that_only_another_list_has_named(self):
+        """It cannot build on what that list said, nor be believed without a probe."""
+        world = FoundLuanti()
+        world.find()
+        world.run(3)
+        update = json.loads(LUANTI_UPDATE)
+        with self.assertRaises(ms.Refused):
+            world.protocol.on_http_announcement(
+                *world.place, {"action": "update", "port": 36302, "clients": 1}, world.now)
+        world.protocol.on_http_announcement(*world.place, {**update, "name": "New"}, world.now)
+        self.assertEqual(world.servers()[0][0], world.listed[0])
+        world.run(3)
+        self.assertEqual(world.servers()[0][:3], ("New", "query", ""))
+
+    def test_after_a_restart(self):
+        """What was listed is polled on, and the texts of the other list stay."""
+        for make in self.worlds:
+            before, after = make(), make()
+            before.find()
+            before.run(3)
+            server, = before.registry.servers()
+            row = ms.encoded_row(ms.server_record(server, 0.0))
+            restored = ms.restored_server(row, 0.0, before.now, ms.luanti_fields)
+            after.registry.insert(restored)
+            shown = after.servers()
+            after.run(60)
+            with self.subTest(make.__name__):
+                self.assertEqual((shown, after.servers()), (before.servers(),) * 2)
+                self.assertTrue(after.registry.servers()[0].confirmed)
+                after.run(120, answers=False)
+                self.assertEqual(after.servers(), [])
+
+    def test_a_text_of_aio_that_takes_over_is_polled_no_more(self):
+        world = FoundAio()
+        world.find()
+        world.run(3)
+        aio_peer(world.protocol, AIO_TEXT, world.source)
+        self.assertEqual((world.servers()[0][:3], world.poller.targets),
+                         (("N", "connection", ""), {}))
 
 
 # --- It holds against noise ----------------------------------------------------------------------
@@ -6636,18 +6995,20 @@ class ListsTest(WebCase):
         self.registry.rules.priority = {("203.0.113.9", 1): 7}
         server = self.list(mode="ctf", map="m", version="1", players=3, max_players=8, playing=2,
                            description="D", flavor=4, verified="query", ping_ms=41.26,
-                           details={"skill": "9", "arenas": "a"})
+                           details={"skill": "9", "arenas": "a"}, found_at="up.example")
         self.registry.confirm(server, 60.5)
         self.list(2, responding=False).confirmed = False
         self.assertEqual(self.get("/servers.json", now=70.0)[2].decode(), '''\
 {"generated":1700000070,"generation":%d,"servers":[{"game":"iceball","address":"203.0.113.9",\
 "port":1,"name":"S","mode":"ctf","map":"m","version":"1","players":3,"max_players":8,"playing":2,\
 "description":"D","official":true,"priority":7,"flavor":4,"verified":"query","responding":true,\
-"unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"","skill":"9","flags":"",\
+"found_at":"up.example","unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"",\
+"skill":"9","flags":"",\
 "master":"","first_seen":1700000000,"last_seen":1700000060},
 {"game":"iceball","address":"203.0.113.9","port":2,"name":"S","mode":"","map":"","version":"",\
 "players":0,"max_players":0,"playing":null,"description":"","official":false,"priority":0,\
-"flavor":0,"verified":"self-reported","responding":false,"unconfirmed":true,"ping_ms":null,\
+"flavor":0,"verified":"self-reported","responding":false,"found_at":"","unconfirmed":true,\
+"ping_ms":null,\
 "arenas":"","factions":"","skill":"","flags":"","master":"","first_seen":1700000000,\
 "last_seen":1700000000}]}
 ''' % self.registry.generation)
@@ -6873,8 +7234,40 @@ flavor="3" ping_milliseconds="41"/>
         for status in ("ok", "trouble"):
             self.assertEqual(json.loads(self.get("/healthz")[2]), {
                 "status": status, "trouble": health, "servers": 1, "version": ms.__version__,
-                "cluster": {}})
+                "cluster": {}, "upstream": {}})
             health["database"] = "the disk is full"
+
+
+    def test_lists_of_other_masters(self):
+        self.web = ms.Web(self.core._replace(upstream={
+            "hyperbol up.example": ms.UpstreamState(1700000000, 20, 3, ""),
+            "quake3 up.example X 3": ms.UpstreamState(None, 0, 0, "timed out")}))
+        self.assertEqual(json.loads(self.get("/healthz")[2])["upstream"], {
+            "hyperbol up.example": {
+                "fetched": 1700000000, "addresses": 20, "listed": 3, "trouble": ""},
+            "quake3 up.example X 3": {
+                "fetched": None, "addresses": 0, "listed": 0, "trouble": "timed out"}})
+        self.assertEqual(re.findall("(?m)^masterserver_upstream_.*$",
+                                    self.get("/metrics")[2].decode()), [
+            'masterserver_upstream_fetched_seconds{list="hyperbol up.example"} 1700000000',
+            'masterserver_upstream_addresses{list="hyperbol up.example"} 20',
+            'masterserver_upstream_addresses{list="quake3 up.example X 3"} 0',
+            'masterserver_upstream_listed{list="hyperbol up.example"} 3',
+            'masterserver_upstream_listed{list="quake3 up.example X 3"} 0'])
+
+    def test_what_another_list_named_is_left_out_of_the_lists_for_games_if_that_is_wanted(self):
+        luanti = {"name": "Found", "clients": 0, "clients_max": 5, "game_time": 0, "pop_v": 0.0,
+                  "proto_min": 37, "proto_max": 41}
+        for game in "iceball", "luanti", "hyperbol":
+            self.registry.list_or_refresh((game, "203.0.113.9", 1), "203.0.113.9", 0.0, 60.0, {
+                "name": "Found", "found_at": "up.example",
+                "luanti_announcement": luanti if game == "luanti" else {}})
+        for shares in "yes", "no":
+            reload(self.core, self.web, upstream__share=shares)
+            for path in "/master.json", "/list", "/servers.xml":
+                self.assertEqual(b"Found" in self.get(path)[2], shares == "yes", path)
+            for path in "/servers.json", "/":
+                self.assertGreaterEqual(self.get(path)[2].count(b"Found"), 3, path)
 
 
 class CheckTest(WebCase):
@@ -6897,6 +7290,11 @@ class CheckTest(WebCase):
         self.assertEqual(self.titles(now=122.0), ["No longer listed"])
         self.note("stopped", now=123.0)
         self.assertEqual(self.titles(now=124.0), ["Signed off"])
+
+    def test_a_server_that_another_list_named(self):
+        self.list(found_at="up.example")
+        self.assertEqual(self.titles(), ["Listed, because another list names it"])
+        self.assertIn(b"found it at up.example", self.get("/check?address=203.0.113.9")[2])
 
     def test_listed_servers_with_a_problem(self):
         for game, address, title in (
@@ -9302,7 +9700,11 @@ class DiskThread:
             result = job()
         except Exception as error:
             result = error
-        done(result, 0.0)
+        done(result, self.now())
+
+    @staticmethod
+    def now() -> float:
+        return 0.0
 
 
 class SavedListTest(unittest.TestCase):
@@ -10415,6 +10817,274 @@ class ClusterNewsTest(ClusterCase):
             self.run_for(2)
             self.assertEqual(self.sent(), {"b": 1})
             self.clear()
+
+
+# --- What other masters list ---------------------------------------------------------------------
+
+class UpstreamsTest(unittest.TestCase):
+    """Without sockets, threads or the time: a fetch gives what the test says."""
+
+    def setUp(self) -> None:
+        self.now = 1000.0
+        self.lists: Dict[str, Any] = {}         # by host: what it names, or the error of a fetch
+        self.fetched: List[str] = []
+        self.silent: List[str] = []
+        clock = SimpleNamespace(time=lambda: T0 + self.now, monotonic=lambda: self.now)
+        for patch in (mock.patch.object(ms, "time", clock),
+                      mock.patch.object(ms, "WorkerThread", lambda name, post: DiskThread()),
+                      mock.patch.object(DiskThread, "now", lambda thread: self.now),
+                      mock.patch.object(ms, "resolve_host", self.resolve),
+                      mock.patch.object(ms, "own_address", lambda place="": "192.0.2.50"),
+                      mock.patch.dict(ms.FOUND_LISTS, dict.fromkeys(ms.FOUND_LISTS, self.fetch)),
+                      mock.patch.object(ms, "log")):
+            self.log = patch.start()
+            self.addCleanup(patch.stop)
+
+    def resolve(self, host: str, like: str = "") -> str:
+        if not host.endswith(".example"):
+            raise OSError(host)
+        return "192.0.2.1"
+
+    def fetch(self, upstream: ms.Upstream, address: str) -> List[ms.FoundServer]:
+        self.fetched.append(upstream.host)
+        result = self.lists.get(upstream.host, [])
+        if isinstance(result, Exception):
+            raise result
+        return [ms.FoundServer(*place, upstream.name) for place in result]
+
+    def start(self, *lines: str, **settings: str) -> None:
+        chosen = settings_of({"upstream__masters": "\n".join(lines), **settings})
+        rules = ms.Rules(chosen)
+        self.server = SimpleNamespace(
+            settings=chosen, rules=rules, registry=ms.Registry(rules), poller=ms.Poller(chosen),
+            protocols=[], post=None, upstream={}, connections={})
+        core = make_core()._replace(settings=chosen, registry=self.server.registry,
+                                    poller=self.server.poller)
+        self.games = [ms.Hyperbol(core), ms.Quake3(core)]
+        self.server.protocols += self.games
+        self.server.upstreams = ms.Upstreams(self.server)
+
+    def reload(self, *lines: str, **settings: str) -> None:
+        chosen = settings_of({"upstream__masters": "\n".join(lines), **settings})
+        self.server.settings.values = chosen.values
+        ms.MasterServer.apply_settings(self.server, self.now)
+
+    def run_for(self, seconds: int) -> List[str]:
+        """Seconds pass; the addresses that were asked."""
+        asked = []
+        poller = self.server.poller
+        for _ in range(seconds):
+            self.now += 1.0
+            self.server.registry.expire(self.now)
+            self.server.upstreams.tick(self.now)
+            for query, peer in poller.tick(self.now):
+                asked.append(peer[0])
+                if peer[0] not in self.silent:
+                    if query.startswith(OUT):
+                        reply = info(query[12:], gamename=b"Xonotic", protocol=b"3")
+                    else:
+                        reply = hyperbol_reply(o1=query[1:])
+                    poller.datagram(reply, peer, self.now + 0.02)
+        return asked
+
+    def listed(self) -> List[Tuple[str, str]]:
+        return sorted((server.address, server.found_at)
+                      for server in self.server.registry.servers())
+
+    def told(self) -> List[str]:
+        """What the log got since this was asked last."""
+        lines = [call[1][0] % call[1][1:] for call in self.log.method_calls]
+        self.log.reset_mock()
+        return lines
+
+    def test_listed_with_where_it_was_found(self) -> None:
+        self.lists = {"a.example": [("203.0.113.9", 5), ("203.0.113.8", 5)],
+                      "b.example": [("203.0.113.7", 5)]}
+        self.silent = ["203.0.113.8"]
+        self.start("hyperbol a.example", "quake3 b.example:99 Xonotic 3")
+        self.run_for(20)
+        self.assertEqual(self.listed(), [
+            ("203.0.113.7", "b.example:99"), ("203.0.113.9", "a.example")])
+        wall = T0 + 1001
+        self.assertEqual(self.server.upstream, {
+            "hyperbol a.example": (wall, 2, 1, ""),
+            "quake3 b.example:99 Xonotic 3": (wall, 1, 1, "")})
+        self.assertEqual(self.told(), [
+            "hyperbol a.example: 2 addresses in the list, 0 others left out",
+            "quake3 b.example:99 Xonotic 3: 1 addresses in the list, 0 others left out"])
+        self.silent.append("203.0.113.9")
+        self.run_for(100)
+        self.assertEqual(self.listed(), [("203.0.113.7", "b.example:99")])
+        self.assertEqual(self.fetched, ["a.example", "b.example"])
+
+    def test_which_addresses_are_asked(self) -> None:
+        """(the address of the master, the addresses that it names, those that are asked)"""
+        outside = ["203.0.113.9", "2001:db8::9"]
+        near = ["10.1.1.1", "127.0.0.1", "192.168.1.5", "169.254.1.1", "100.64.1.1", "172.16.0.1",
+                "::1", "fc00::1", "fe80::1", "::ffff:10.9.9.9", "192.0.2.50", "203.0.113.77"]
+        never = ["224.0.0.1", "0.0.0.0", "255.255.255.255", "::", "ff02::1", "fe80::1%eth0", "a b",
+                 "", "10.1", "203.0.113.9:5", "no.name", "[::1]"]
+        own = {"203.0.113.77", "192.0.2.50"}
+        for master, asked in (
+                ("198.51.100.1", outside), ("2001:db8::1", outside), ("10.0.0.9", outside + near),
+                ("::1", outside + near), ("192.0.2.50", outside + near),
+                ("100.127.255.1", outside + near)):
+            self.assertEqual([address for address in outside + near + never
+                              if ms.may_be_asked(address, master, own)], asked, master)
+        self.lists = {"a.example": [(address, 5) for address in outside + near + never]
+                      + [("203.0.113.9", 0), ("203.0.113.9", 65536), ("203.0.113.9", 5)]}
+        self.start("hyperbol a.example", server__public_address="203.0.113.77")
+        result = ms.fetch_upstream(self.server.settings["upstream.masters"][0],
+                                   ms.find_own_addresses(self.server.settings),
+                                   collections.OrderedDict())
+        self.assertEqual([server.address for server in result.servers], outside)
+        self.assertEqual(result.left_out, len(near + never) + 3)
+
+    def test_bounds(self) -> None:
+        """Of one list 5,000 addresses are used; all lists together fill half of the list; few wait
+        for their first answer at a time; the lists take turns."""
+        many = [(address_of(number), 5) for number in range(6000)]
+        self.lists = {"a.example": many, "b.example": [("203.0.113.9", 5)]}
+        self.start("hyperbol a.example", "hyperbol b.example", limits__servers="200",
+                   poll__rate="50")
+        self.run_for(1)
+        self.assertEqual(self.server.upstream["hyperbol a.example"], (T0 + 1001, 5000, 0, ""))
+        self.run_for(30)
+        self.assertEqual(len(self.listed()), 100)
+        self.assertIn(("203.0.113.9", "b.example"), self.listed())
+        self.start("hyperbol a.example")
+        self.silent = [address for address, _ in many]
+        for _ in range(10):
+            self.run_for(1)
+            self.assertLessEqual(len(self.server.poller.targets), ms.UPSTREAM_NEWCOMERS)
+        self.assertGreater(len(self.server.poller.targets), ms.UPSTREAM_NEWCOMERS / 2)
+
+    def test_own_servers_are_asked_in_time_beside_a_silent_list(self) -> None:
+        self.lists = {"a.example": [(address_of(number), 5) for number in range(5000)]}
+        self.silent = [address for address, _ in self.lists["a.example"]]
+        self.start("hyperbol a.example")
+        poller = self.server.poller
+        for number in range(100):
+            poller.keep_polling(self.games[0], "203.0.113.%d" % number, 5)
+        latest: List[float] = []
+        choose = poller.choose_within_rate
+
+        def measured(targets: Any) -> Any:
+            chosen = choose(targets)
+            for target in set(targets) - set(chosen):
+                if target.found is None:
+                    latest.append(target.due)
+            return chosen
+        with mock.patch.object(poller, "choose_within_rate", measured):
+            self.assertEqual(len(self.run_for(60)) - 500 > 60 * 150, True)
+        self.assertEqual(latest, [])
+
+    def test_a_list_that_cannot_be_fetched(self) -> None:
+        """It is told once, and once when it works again; what was found there stays."""
+        self.lists = {"a.example": [("203.0.113.9", 5)]}
+        self.start("hyperbol a.example", upstream__interval="100")
+        self.run_for(10)
+        self.told()
+        for error in OSError("no route"), ms.Malformed("no list\n"), ValueError("\x1b[1mx"):
+            self.lists["a.example"] = error
+            self.run_for(300)
+        state = self.server.upstream["hyperbol a.example"]
+        self.assertEqual(state, (T0 + 1001, 1, 1, "x"))
+        self.assertEqual(self.told(), ["hyperbol a.example: no list: 'no route'"])
+        # Sooner than after the interval, but not at once
+        self.assertIn(len(self.fetched), range(10, 16))
+        self.lists["a.example"] = [("203.0.113.8", 5)]
+        self.run_for(100)
+        self.assertEqual(self.told(),
+                         ["hyperbol a.example: 1 addresses in the list, 0 others left out"])
+        self.assertEqual([address for address, _ in self.listed()], ["203.0.113.8", "203.0.113.9"])
+        self.assertEqual(self.server.upstream["hyperbol a.example"].trouble, "")
+
+    def test_reload(self) -> None:
+        """What only a former list has named leaves at once, unless it has announced itself."""
+        self.lists = {"a.example": [("203.0.113.9", 5), ("203.0.113.8", 5), ("203.0.113.6", 5)],
+                      "b.example": [("203.0.113.7", 5)], "c.example": [("203.0.113.5", 5)]}
+        self.silent = ["203.0.113.6"]
+        self.start("hyperbol a.example", "quake3 b.example Xonotic 3")
+        self.run_for(3)
+        self.games[0].on_http_announcement("203.0.113.8", 5, {}, self.now)
+        self.run_for(3)
+        self.reload("quake3 b.example Xonotic 3", "hyperbol c.example")
+        self.assertEqual(self.listed(), [("203.0.113.7", "b.example"), ("203.0.113.8", "")])
+        self.assertEqual({target.address for target in self.server.poller.targets.values()},
+                         {"203.0.113.7", "203.0.113.8"})
+        self.run_for(3)
+        self.assertEqual(self.listed()[0], ("203.0.113.5", "c.example"))
+        self.assertEqual(self.fetched, ["a.example", "b.example", "c.example"])
+        # Another game of the same master is another list
+        self.reload("quake3 b.example Quake3Arena 68", "hyperbol c.example")
+        self.assertEqual(self.listed(), [("203.0.113.5", "c.example"), ("203.0.113.8", "")])
+        self.reload()
+        self.run_for(400)
+        self.assertEqual((self.listed(), self.server.upstream), ([("203.0.113.8", "")], {}))
+        self.assertEqual(len(self.fetched), 3)
+
+    def test_a_fetch_that_ends_after_its_line_has_gone(self) -> None:
+        self.lists = {"a.example": [("203.0.113.9", 5)]}
+        self.start("hyperbol a.example")
+        thread: Any = self.server.upstreams.thread
+        thread.at_once = False
+        self.run_for(3)
+        self.reload("hyperbol b.example")
+        thread.at_once = True
+        thread.work()
+        self.run_for(3)
+        self.assertEqual((self.listed(), self.fetched), ([], ["a.example", "b.example"]))
+
+    def test_a_game_that_is_switched_off(self) -> None:
+        for off in {"hyperbol__port": ""}, {"luanti__enabled": "no"}:
+            game = "luanti" if "luanti__enabled" in off else "hyperbol"
+            self.start("%s a.example" % game, **off)
+            self.run_for(3)
+            self.assertEqual((self.fetched, self.told()), ([], [
+                "%s a.example: its servers are not asked, because the game is switched off here"
+                % game]))
+
+    def test_servers_of_before_a_restart(self) -> None:
+        """They are polled on without the list; those of a list that is not named any more leave."""
+        self.start("hyperbol a.example")
+        self.silent = ["203.0.113.6"]
+        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, ""), (6, "a.example")):
+            address = "203.0.113.%d" % number
+            server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at)
+            server.confirmed = False
+            self.server.registry.insert(server)
+        self.server.upstreams = ms.Upstreams(self.server)
+        self.lists["a.example"] = OSError("away")
+        self.assertEqual(self.listed(), [
+            ("203.0.113.6", "a.example"), ("203.0.113.7", ""), ("203.0.113.9", "a.example")])
+        self.run_for(120)
+        self.assertEqual([(server.address, server.confirmed)
+                          for server in self.server.registry.servers()],
+                         [("203.0.113.7", True), ("203.0.113.9", True)])
+
+    def test_host_names_in_a_list(self) -> None:
+        """They are looked up for a time, new ones first, then those looked up longest ago."""
+        known: Any = collections.OrderedDict()
+        looked_up: List[str] = []
+
+        def resolve(host: str, like: str = "") -> str:
+            looked_up.append(host)
+            self.now += 4.0
+            if host == "none.example":
+                raise OSError
+            return "203.0.113.%d" % len(looked_up)
+        with mock.patch.object(ms, "resolve_host", resolve):
+            hosts = ["a.example", "198.51.100.1", "none.example", "b.example", "c.example"]
+            for expected in (["c.example", "b.example", "none.example"],
+                             ["a.example", "c.example", "b.example"]):
+                looked_up.clear()
+                ms.look_up_names(hosts, known)
+                self.assertEqual(looked_up, expected)
+            self.assertEqual(dict(known), {"a.example": "203.0.113.1", "b.example": "203.0.113.3",
+                                           "c.example": "203.0.113.2", "none.example": ""})
+            ms.look_up_names(["a.example"], known)
+            self.assertEqual(list(known), ["a.example"])
 
 
 class RedisCase(unittest.TestCase):
@@ -11555,7 +12225,8 @@ class ClientTools(unittest.TestCase):
         long = json.dumps("x" * (ms.JSON_VALUE_CHARACTERS - 2))
         for text, expected in (
                 ('{"list":[]}', []), (' {"a" : {"list":[3]} ,\n"list" :\t[ ] , "b":1}', []),
-                ('{"list":[1,"]",{"a":[2]},null , [],-2.5e3]', [1, "]", {"a": [2]}, None, [], -2500]),
+                ('{"list":[1,"]",{"a":[2]},null , [],-2.5e3]',
+                 [1, "]", {"a": [2]}, None, [], -2500]),
                 ('{"total":{"clients":3},"list":[{"port":1}, {"port":2}]}',
                  [{"port": 1}, {"port": 2}]), ('{"list":[%s]}' % long, [json.loads(long)])):
             self.assertEqual(ms.json_array(text, "list"), expected, text[:40])
@@ -11635,6 +12306,168 @@ class ClientTools(unittest.TestCase):
                 self.assertIn("no list from UDP port",
                               self.failing("list", server.place, "--game", "subspace"))
             self.assertLess(time.monotonic() - began, 2 * SOON_S)
+
+
+def make_certificate(folder: str, name: str) -> Tuple[str, str]:
+    """The paths of a certificate for a host of this name and of its key, made by openssl."""
+    certificate, key = (os.path.join(folder, end) for end in ("certificate.pem", "key.pem"))
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                    "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=" + name,
+                    "-addext", "subjectAltName=DNS:" + name, "-keyout", key, "-out", certificate],
+                   check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return certificate, key
+
+
+LUANTI_LISTED = LUANTI_STORED.replace(b'"address":""', b'"address":"203.0.113.9"')
+
+
+class OtherMastersLists(unittest.TestCase):
+    """What each game's list says of where to ask, and of what servers do not tell."""
+
+    def setUp(self) -> None:
+        patience = mock.patch.multiple(ms, ASK_WAIT_S=SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
+
+    def found(self, line: str, **server: Any) -> List[ms.FoundServer]:
+        """The answer to `line`, in which %s stands for the place of such a FakeServer."""
+        with FakeServer(**server) as fake:
+            upstream, = ms.read_upstreams(line % fake.place)
+            servers: List[ms.FoundServer] = ms.FOUND_LISTS[upstream.game](upstream, "127.0.0.1")
+            self.assertEqual({server.found_at for server in servers} - {fake.place}, set())
+            return servers
+
+    def test_addresses(self) -> None:
+        packed = zlib.compress(hexa("02 0100 0b") + b"203.0.113.9" + hexa("8269"))
+        length = struct.pack("<I", len(packed))[:3]
+        for line, server in (
+                ("quake3 %s Xonotic 3", {"answer": lambda data: [
+                    QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 6982") + QUAKE3_EOT]
+                    if data == OUT + b"getserversExt Xonotic 3 empty full" else []}),
+                ("hyperbol %s", {"serve": scripted(HBSL, hexa("efbeadde ff000000"), bytes(
+                    [203, 0, 113, 9]) + struct.pack("<IB", 27010, 1) + bytes(3))}),
+                ("aio %s", {"serve": scripted(hexa("01000000 00"), hexa("01000000 02"),
+                                              length + b"\1" + packed)})):
+            found, = self.found(line, **server)
+            self.assertEqual((found.address, found.port, found.fields), ("203.0.113.9", 27010, {}))
+
+    def test_a_zone_with_its_texts(self) -> None:
+        listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
+                   + b"A zone\0" + hexa("cb007108 a961 0600 0000 86000000") + bytes(64) + b"\0")
+        total = struct.pack("<I", len(listing))
+        found, unnamed = self.found("subspace %s", answer=lambda data: {
+            hexa("0001"): [hexa("0002") + data[2:6]],
+            hexa("0003"): [hexa("0004 00000000"), hexa("0003 00000000 000a") + total + listing]
+        }.get(data[:2], []))
+        self.assertEqual((found.address, found.port, found.fields), ("203.0.113.9", 25000, {
+            "name": "Chaos", "version": "134", "description": "A zone",
+            "details": {"scores": "yes"}}))
+        self.assertEqual((unnamed.fields["name"], unnamed.fields["details"]),
+                         ("203.0.113.8:25001", {"scores": "no"}))
+
+    def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
+        answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
+        return self.found("luanti %s", serve=scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer))
+
+    def test_luanti_servers_with_their_announcements(self) -> None:
+        """Those that no server could have announced are left out."""
+        known, = self.luanti(LUANTI_LISTED)
+        self.assertEqual((known.address, known.port, known.fields["name"],
+                          known.fields["luanti_announcement"]["mods"][:2]),
+                         ("203.0.113.9", 36302, json.loads(LUANTI_START)["name"],
+                          ["weather", "sfinv"]))
+        whole = json.loads(LUANTI_LISTED)
+        bad = [b"5", b"null", b"[]", b'"x"', b"{}"] + [
+            json.dumps({**whole, **changed}).encode() for changed in (
+                {"address": 5}, {"address": ["x"]}, {"port": "x"}, {"port": None}, {"port": 1e999},
+                {"name": None}, {"clients": "x"}, {"proto_min": 50}, {"clients_list": 5})]
+        bad += [json.dumps({key: whole[key] for key in whole if key != missing}).encode()
+                for missing in ("address", "port", "name", "clients_max")]
+        # The official list lacks what our own adds
+        less = json.dumps({key: whole[key] for key in whole if key not in ms.LUANTI_COMPUTED})
+        self.assertEqual([server.port for server in self.luanti(*bad, less.encode())], [36302])
+
+    @unittest.skipUnless(shutil.which("openssl"), "there is no openssl to make a certificate")
+    def test_by_https(self) -> None:
+        """Only from a host whose certificate is right."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        certificate, key = make_certificate(folder.name, "localhost")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        answer = b'HTTP/1.1 200 OK\r\n\r\n{"list":[%s]}' % LUANTI_LISTED
+
+        def serve(sock: socket.socket) -> None:
+            with contextlib.suppress(OSError), context.wrap_socket(sock, server_side=True) as tls:
+                scripted(b"", b"GET /list ", answer)(tls)
+        for host, trusted, words in (("localhost", certificate, ""),
+                                     ("127.0.0.1", certificate, "CERTIFICATE_VERIFY_FAILED"),
+                                     ("localhost", os.devnull, "CERTIFICATE_VERIFY_FAILED")):
+            with FakeServer(serve=serve) as server, mock.patch.dict(
+                    os.environ, SSL_CERT_FILE=trusted, SSL_CERT_DIR=folder.name):
+                upstream = ms.Upstream("luanti", host, server.port, tls=True)
+                told = ""
+                try:
+                    found = ms.fetch_upstream(upstream, set(), collections.OrderedDict())
+                    self.assertEqual([one.address for one in found.servers], ["203.0.113.9"])
+                except OSError as error:
+                    told = str(error)
+                self.assertEqual(words in told, True, (host, told))
+                self.assertEqual(bool(words), bool(told))
+
+    def test_two_masters(self) -> None:
+        """What announced itself to the first one is on the second one's page, and in its lists."""
+        games = {"hyperbol": hyperbol_game(b"Arena of Doom"), "subspace": zone_answer,
+                 "luanti": lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else [],
+                 "aio": lambda data: [zlib.compress(AIO_ANSWER)] if data == b"\0" else [],
+                 "xonotic": lambda data: [info(data[12:], gamename=b"Xonotic", protocol=b"3")]}
+        with contextlib.ExitStack() as stack:
+            first = master(limits__exempt="127.0.0.0/8", **{
+                name: "0" for name in ("hyperbol__port", "aio__port", "quake3__port",
+                                       "http__ports")}, subspace__port=str(free_port()))
+            stack.callback(first.stop)
+            first.bind()
+            places = {}
+            for game, answer in games.items():
+                place = stack.enter_context(FakeServer(answer))
+                places[game] = port = place.port - (game == "subspace")
+                fields: Dict[str, Any] = {"name": "First", "verified": "query"}
+                if game == "luanti":
+                    fields["luanti_announcement"] = ms.luanti_fields(json.loads(LUANTI_STORED))
+                if game == "xonotic":
+                    fields.update(version="3", details={"gamename": "Xonotic"})
+                first.registry.list_or_refresh(
+                    (game, "127.0.0.1", port), "127.0.0.1", time.monotonic(), 600.0, fields)
+            first.start()
+            lines = ["%s 127.0.0.1:%d%s" % (game, port_of(first, protocol), more)
+                     for game, protocol, more in (
+                         ("hyperbol", "hyperbol", ""), ("subspace", "subspace", ""),
+                         ("luanti", "http", ""), ("aio", "aio", ""),
+                         ("quake3", "quake3", " Xonotic 3"))]
+            second = stack.enter_context(RunningServer(
+                start=HURRIED, upstream__masters="\n".join(lines), hyperbol__port="0",
+                subspace__port=str(free_port()), aio__port="0", quake3__port="0",
+                limits__exempt="127.0.0.0/8"))
+
+            def listed() -> Dict[str, Any]:
+                body = fetch(second.port("http"), "/servers.json")[2]
+                return {server["game"]: server for server in json.loads(body)["servers"]}
+            eventually(lambda: len(listed()) == len(games))
+            for game, server in listed().items():
+                self.assertEqual(server["port"], places[game])
+                self.assertRegex(server["found_at"], r"\A127\.0\.0\.1:[0-9]+\Z")
+                self.assertEqual(server["verified"] == "another list",
+                                 game in ("luanti", "subspace"))
+            self.assertEqual({game: server["name"] for game, server in listed().items()}, {
+                "hyperbol": "Arena of Doom", "subspace": "First", "aio": "My server",
+                "xonotic": "Red Test  q", "luanti": json.loads(LUANTI_START)["name"]})
+            for game, protocol, more in (
+                    ("hyperbol", "hyperbol", []), ("luanti", "http", []), ("aio", "aio", []),
+                    ("quake3", "quake3", ["--gamename", "Xonotic", "--protocol", "3"]),
+                    ("subspace", "subspace", [])):
+                place = "127.0.0.1:%d" % second.port(protocol)
+                status, out, err = command("list", "--game", game, place, *more)
+                self.assertEqual((status, out.count("127.0.0.1"), err), (0, 1, ""), game)
 
 
 @mock.patch.object(ms, "ASK_WAIT_S", SOON_S)
@@ -12050,6 +12883,20 @@ class Checking(unittest.TestCase):
             self.assertEqual(self.check(server__database=path, **ports)[0], 0)
             closed.assert_called_once()
             self.assertEqual(os.listdir(folder), [])
+
+    def test_lists_of_other_masters(self) -> None:
+        """Each is fetched once; what is wrong with one does not keep the master from starting."""
+        answer = scripted(HBSL, hexa("efbeadde ff000000"), entry("203.0.113.9", 5)
+                          + entry("10.0.0.1", 5) + entry("127.0.0.1", 5))
+        with FakeServer(serve=answer) as server:
+            status, words = self.check(hyperbol__port="0", upstream__masters="\n".join((
+                "hyperbol " + server.place, "hyperbol 127.0.0.1:1", "aio a.example")))
+        self.assertEqual(status, 0)
+        self.assertIn("[upstream] hyperbol %s: 3 addresses in the list, 0 others left out\n"
+                      % server.place, words)
+        self.assertRegex(words, r"warning: \[upstream\] hyperbol 127.0.0.1:1: no list: .*refused")
+        self.assertIn("warning: [upstream] aio a.example: the game is switched off here, by "
+                      "[aio] port.\n", words)
 
     def test_warnings(self) -> None:
         """Each is given where it is right, and only there."""
