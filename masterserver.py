@@ -14589,7 +14589,7 @@ def list_json(host, port, json_list):
     """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
 
     Raise Malformed if the response is not such a list."""
-    entries = fetch_json_list(host, port, json_list)
+    entries = list(fetch_json_list(host, port, json_list))
     try:
         return [json_entry(entry, json_list) for entry in entries]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -14597,7 +14597,7 @@ def list_json(host, port, json_list):
 
 
 def fetch_json_list(host, port, json_list, tls=False, address=""):
-    """Fetch a list in JSON by HTTP or, if `tls` is true, by HTTPS. Return its entries.
+    """Fetch a list in JSON by HTTP or, if `tls` is true, by HTTPS. Yield its entries.
 
     `address` is the host's address, if the caller has looked it up already. Raise Malformed if the
     response is not a list, and OSError if there is none, or if the host's certificate is wrong."""
@@ -14610,7 +14610,7 @@ def fetch_json_list(host, port, json_list, tls=False, address=""):
     status_line, _, _ = head.partition(b"\r\n")
     try:
         check_status(status_line)
-        return json_array(body.decode(), json_list.servers)
+        yield from json_array(body.decode(), json_list.servers)
     except (RecursionError, ValueError) as error:
         raise Malformed("%s: %s" % (json_list.path, error_text(error))) from None
 
@@ -14646,7 +14646,7 @@ JSON_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def json_array(text, name):
-    """Return the array that the JSON object in this text has as its member `name`.
+    """Yield the values of the array that the JSON object in this text has as its member `name`.
 
     Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
     array is not read."""
@@ -14655,28 +14655,29 @@ def json_array(text, name):
         member, position = json_value(text, position)
         position = after_mark(text, position, ":")
         if member == name:
-            return json_elements(text, position)
+            yield from json_elements(text, position)
+            return
         _, position = json_value(text, position)
         position = after_mark(text, position, ",")
 
 
 def json_elements(text, position):
-    """Return the values of the JSON array that begins at this position in a text.
+    """Yield the values of the JSON array that begins at this position in a text.
 
     Raise ValueError if it is not an array, or if it has more than LIST_SERVERS values."""
     position = after_mark(text, position, "[")
-    values = []
+    count = 0
     mark, _ = next_mark(text, position)
     while mark != "]":
         value, position = json_value(text, position)
-        values.append(value)
-        if len(values) > LIST_SERVERS:
+        yield value
+        count += 1
+        if count > LIST_SERVERS:
             raise ValueError("more than %d servers" % LIST_SERVERS)
         mark, after_comma = next_mark(text, position)
         if mark not in ("]", ","):
             raise ValueError("no comma at character %d" % position)
         position = after_comma
-    return values
 
 
 def json_value(text, position):
@@ -14739,8 +14740,12 @@ LISTS: Any = {
 # says is where to ask, and nothing else: each address is given to the poller, and a server is
 # listed when it has answered here. It leaves when it no longer answers, whatever the list says.
 
-# So many addresses of one list are used. No game that is served here has more servers
+# So many entries of one list are used. No game that is served here has more servers
 UPSTREAM_ADDRESSES = 5000
+# The thread pauses after so many entries, which take up to 2 ms. Only one thread of Python runs at
+# a time, and without pauses each datagram that the event loop sends could wait 5 ms for this one
+UPSTREAM_PAUSE_ENTRIES = 10
+UPSTREAM_PAUSE_S = 0.001
 # A list that could not be fetched is tried again after this time, or after the interval if that is
 # shorter
 UPSTREAM_RETRY_S = 60.0
@@ -14771,17 +14776,26 @@ def fetch_upstream(upstream, own_addresses, host_addresses):
     or another ValueError if there is no list."""
     upstream_address = resolve_host(upstream.host)
     fetch = FOUND_LISTS[upstream.game]
-    named_servers = fetch(upstream, upstream_address)
+    entries = fetch(upstream, upstream_address)
+    named_servers = list(itertools.islice(entries, UPSTREAM_ADDRESSES))
     look_up_names([server.address for server in named_servers], host_addresses)
     servers = {}
-    for server in named_servers:
+    for server in with_pauses(named_servers):
         address = host_addresses.get(server.address, server.address)
         is_askable = may_be_asked(address, upstream_address, own_addresses)
-        if is_askable and 0 < server.port <= MAX_PORT and len(servers) < UPSTREAM_ADDRESSES:
+        if is_askable and 0 < server.port <= MAX_PORT:
             address = canonical_address(address)
             servers[address, server.port] = server._replace(address=address)
     left_out = len(named_servers) - len(servers)
     return FetchedList(list(servers.values()), left_out)
+
+
+def with_pauses(values):
+    """Yield these values, with a pause after every UPSTREAM_PAUSE_ENTRIES of them."""
+    for count, value in enumerate(values, 1):
+        yield value
+        if count % UPSTREAM_PAUSE_ENTRIES == 0:
+            time.sleep(UPSTREAM_PAUSE_S)
 
 
 def may_be_asked(address, upstream_address, own_addresses):
@@ -14843,57 +14857,57 @@ def look_up_names(hosts, host_addresses):
             host_addresses[name] = resolve_host(name)
 
 
-# These functions fetch the list of an Upstream from the address of its host, and return a
+# These functions fetch the list of an Upstream from the address of its host, and yield a
 # FoundServer for each entry. Its address is not checked yet, and may be a host name
 
 def found_in_quake3_list(upstream, address):
-    """Return the FoundServers in the list of a Quake III master."""
+    """Yield the FoundServers in the list of a Quake III master."""
     protocol = int(upstream.protocol)
     entries = list_quake3(address, upstream.port, upstream.gamename, protocol)
     return found_addresses(upstream, entries)
 
 
 def found_in_hyperbol_list(upstream, address):
-    """Return the FoundServers in the list of a Hyperbol master."""
+    """Yield the FoundServers in the list of a Hyperbol master."""
     return found_addresses(upstream, list_hyperbol(address, upstream.port))
 
 
 def found_in_aio_list(upstream, address):
-    """Return the FoundServers in the framed list of an AIO master. Only servers of the framed
+    """Yield the FoundServers in the framed list of an AIO master. Only servers of the framed
     dialect answer queries, so the list in text would not add any."""
     return found_addresses(upstream, list_aio_framed(address, upstream.port))
 
 
 def found_addresses(upstream, entries):
-    """Return a FoundServer, without further fields, for each entry of a list."""
-    return [FoundServer(entry["address"], entry["port"], upstream.name) for entry in entries]
+    """Yield a FoundServer, without further fields, for each entry of a list."""
+    for entry in with_pauses(entries):
+        yield FoundServer(entry["address"], entry["port"], upstream.name)
 
 
 def found_in_subspace_list(upstream, address):
-    """Return the FoundServers in the list of a SubSpace master, with their texts."""
-    servers = []
-    for zone in list_subspace(address, upstream.port):
+    """Yield the FoundServers in the list of a SubSpace master, with their texts."""
+    for zone in with_pauses(list_subspace(address, upstream.port)):
         fields = {
             "name": zone["name"] or endpoint_text(zone["address"], zone["port"]),
             "version": str(zone["version"]),
             "description": zone["description"],
             "details": {"scores": "yes" if zone["scores"] else "no"},
         }
-        servers.append(FoundServer(zone["address"], zone["port"], upstream.name, fields))
-    return servers
+        yield FoundServer(zone["address"], zone["port"], upstream.name, fields)
 
 
 def found_in_luanti_list(upstream, address):
-    """Return the FoundServers in a list of Luanti servers, with their announcements.
+    """Yield the FoundServers in a list of Luanti servers, with their announcements.
 
     Entries that no server could have announced are left out."""
     entries = fetch_json_list(
         upstream.host, upstream.port, LUANTI_LIST, tls=upstream.tls, address=address)
-    servers = []
-    for entry in entries:
-        with contextlib.suppress(ArithmeticError, LookupError, Refused, TypeError, ValueError):
-            servers.append(found_luanti_server(upstream, entry))
-    return servers
+    for entry in with_pauses(entries):
+        try:
+            server = found_luanti_server(upstream, entry)
+        except (ArithmeticError, LookupError, Refused, TypeError, ValueError):
+            continue
+        yield server
 
 
 def found_luanti_server(upstream, entry):
