@@ -608,7 +608,14 @@ def read_upstreams(text):
     """Return a tuple of the Upstreams in a text, one a line.
 
     Raise ValueError if a line is wrong, or if there are more than UPSTREAM_LISTS."""
-    upstreams = list_reader(read_upstream, "\n")(text)
+    upstreams = []
+    for number, line in enumerate(text.strip().split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            upstreams.append(read_upstream(line))
+        except ValueError as error:
+            raise ValueError("line %d of the value: %s" % (number, error)) from None
     if len(upstreams) > UPSTREAM_LISTS:
         raise ValueError("expected at most %d lists" % UPSTREAM_LISTS)
     # The same line twice counts once
@@ -649,7 +656,8 @@ def read_upstream_place(text, game):
     if separator:
         if game != "luanti" or scheme not in WEB_PORTS:
             raise ValueError("expected " + UPSTREAM_FORM)
-        place = after_scheme.rstrip("/")
+        # The list's own URL, as a browser shows it, is right as well
+        place = re.sub("(/list)?/*$", "", after_scheme)
         default_port = WEB_PORTS[scheme]
     host, port = read_host_and_port(place)
     if not UPSTREAM_HOST.fullmatch(host):
@@ -1386,8 +1394,14 @@ LOCAL_NETWORKS = Networks(map(ipaddress.ip_network, (
     "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16",            # RFC 1918
     "169.254.0.0/16", "fe80::/10", "fc00::/7")))                # link-local, unique local
 
-# Providers share one public address among customers in this network (RFC 6598)
-SHARED_NETWORK = Networks([ipaddress.ip_network("100.64.0.0/10")])
+# Further addresses that do not lead to a machine on the internet, or may lead to a private one
+HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
+    "100.64.0.0/10",                            # shared by a provider's customers (RFC 6598)
+    "192.0.0.0/24",                             # reserved for protocols (RFC 6890)
+    "::/96",                                    # IPv4 within IPv6 (RFC 4291)
+    "64:ff9b::/96", "64:ff9b:1::/48",           # the same by NAT64 (RFC 6052, RFC 8215)
+    "2002::/16",                                # the same by 6to4 (RFC 3056)
+    "fec0::/10")))                              # site-local (RFC 3879)
 
 
 # Sources, which are the senders that limits tell apart
@@ -1943,8 +1957,10 @@ class Registry:
         # source of the server that gave each title. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        # The number of this master's servers by the keys of source_keys()
+        # The number of this master's servers by the keys of source_keys(): of those that announced
+        # themselves or that the ini names, and of those that were found in other lists
         self.sources = collections.defaultdict(int)
+        self.found_sources = collections.defaultdict(int)
         self.total = 0
         self.generation = 0
         self.subscriptions = []
@@ -2006,7 +2022,8 @@ class Registry:
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
         if is_new:
-            self.check_admission(key, source, fields.get("name"), pinned)
+            self.check_admission(
+                key, source, fields.get("name"), pinned, fields.get("found_at", ""))
             if server is not None:
                 # The other master's server is replaced by our own. Subscribers are not told that it
                 # was gone, because players saw it all the time
@@ -2024,11 +2041,11 @@ class Registry:
         self.update(server, {"found_at": "", **fields, "confirmed": True, "pinned": pinned})
         return server
 
-    def check_admission(self, key, source, name=None, pinned=False):
+    def check_admission(self, key, source, name=None, pinned=False, found_at=""):
         """Raise Refused if a server that is not listed yet may not be listed.
 
         `name` is None if the name is not known yet. Limits do not hold for a `pinned` server, which
-        the ini names."""
+        the ini names. `found_at` is as in Server."""
         game, address, port = key
         if not 0 < port <= 65535:
             raise Refused("bad packet", "port %d cannot be listed" % port)
@@ -2040,7 +2057,14 @@ class Registry:
         # A server that another master has listed takes no further room if it is listed here too
         if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
-        self.rules.check_source_limit(self.sources, source, "listed")
+        self.rules.check_source_limit(self.source_counts(found_at), source, "listed")
+
+    def source_counts(self, found_at):
+        """Return the table that counts a server by its sources. `found_at` is as in Server.
+
+        Servers that were found in other lists are counted apart, so that they do not keep out one
+        of the same source that announces itself."""
+        return self.found_sources if found_at else self.sources
 
     @staticmethod
     def can_be_listed(source, address):
@@ -2095,11 +2119,17 @@ class Registry:
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
+        # source_counts() has two tables
+        changes_table = fields.get("found_at", server.found_at) != server.found_at
+        if changes_table:
+            self.count_source(server, -1)
         has_changed = False
         for name, value in fields.items():
             if getattr(server, name) != value:
                 setattr(server, name, value)
                 has_changed = True
+        if changes_table:
+            self.count_source(server, 1)
         if has_changed:
             self.changed("changed", server)
 
@@ -2137,10 +2167,11 @@ class Registry:
         Servers of other masters are not counted."""
         if server.master:
             return
+        counts = self.source_counts(server.found_at)
         for key in source_keys(server.source):
-            self.sources[key] += difference
-            if not self.sources[key]:
-                del self.sources[key]
+            counts[key] += difference
+            if not counts[key]:
+                del counts[key]
 
     def changed(self, event, server):
         """Do what follows from every change of a server.
@@ -3164,7 +3195,8 @@ class SavedList:
             return
         if not any(protocol.serves(server) for protocol in protocols):
             server.lifetime = min(server.lifetime, RESTORED_S)
-        self.registry.check_admission(server.key, server.source, server.name)
+        self.registry.check_admission(
+            server.key, server.source, server.name, found_at=server.found_at)
         self.registry.insert(server)
 
     def tick(self, now, wall):
@@ -4023,7 +4055,8 @@ class PolledGame(Querier):
         key = self.game, listed_address, port
         if self.registry.get(*key) is not None:
             return None
-        self.registry.check_admission(key, address, found.fields.get("name"))
+        name = found.fields.get("name")
+        self.registry.check_admission(key, address, name, found_at=found.found_at)
         self.rules.check_source_limit(self.poller.found_sources, address, "queried")
         return self.poller.add_found(self, found)
 
@@ -14225,6 +14258,7 @@ FETCH_S = 10.0                      # a list server that is silent for this long
 FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its longest form
 # A value in a list in JSON may have this length. The longest entries are Luanti's, with 20 kB
 JSON_VALUE_CHARACTERS = 1 << 16
+JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
 AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
@@ -14648,10 +14682,10 @@ JSON_BLANKS = re.compile(r"[ \t\r\n]*")
 def json_array(text, name):
     """Yield the values of the array that the JSON object in this text has as its member `name`.
 
-    Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
-    array is not read."""
+    Raise ValueError if there is none among the first JSON_MEMBERS members, or if it has more than
+    LIST_SERVERS values. What follows the array is not read."""
     position = after_mark(text, 0, "{")
-    while True:
+    for _ in range(JSON_MEMBERS):
         member, position = json_value(text, position)
         position = after_mark(text, position, ":")
         if member == name:
@@ -14659,6 +14693,7 @@ def json_array(text, name):
             return
         _, position = json_value(text, position)
         position = after_mark(text, position, ",")
+    raise ValueError("more than %d members" % JSON_MEMBERS)
 
 
 def json_elements(text, position):
@@ -14814,7 +14849,7 @@ def is_near_address(address, own_addresses):
     canonical = canonical_address(address)
     if canonical in own_addresses:
         return True
-    return canonical in LOCAL_NETWORKS or canonical in SHARED_NETWORK
+    return canonical in LOCAL_NETWORKS or canonical in HIDDEN_NETWORKS
 
 
 def is_switched_off(settings, game):
@@ -14932,27 +14967,12 @@ FOUND_LISTS = {
 }
 
 
-class ListIdentity(NamedTuple):
-    """What an Upstream and the servers that were found through it have in common."""
+def found_key(server):
+    """Return the key of a listed server in UpstreamList.named: game, source and port.
 
-    game: str                       # "" for the Quake III family, which has many games
-    found_at: str
-    gamename: str                   # of the Quake III family, in lower case
-    protocol: str
-
-
-def identity_of_list(upstream):
-    """Return the ListIdentity of an Upstream."""
-    game = "" if upstream.gamename else upstream.game
-    return ListIdentity(game, upstream.name, upstream.gamename.lower(), upstream.protocol)
-
-
-def identity_of_server(server):
-    """Return the ListIdentity of the list through which a server was found."""
-    gamename = server.details.get("gamename", "")
-    if not gamename:
-        return ListIdentity(server.game, server.found_at, gamename="", protocol="")
-    return ListIdentity("", server.found_at, gamename.lower(), server.version)
+    The game is that of an Upstream: the whole Quake III family has one."""
+    game = "quake3" if "gamename" in server.details else server.game
+    return game, server.source, server.port
 
 
 class UpstreamList:
@@ -14963,7 +14983,7 @@ class UpstreamList:
         self.upstream = upstream
         self.tried_at = -math.inf           # when the last fetch began
         self.fetched: Optional[int] = None  # the last good fetch, in seconds since 1970
-        self.addresses = 0                  # how many it brought
+        self.named = frozenset()            # the (game, address, port) of all servers that it named
         self.trouble = ""                   # why the last fetch failed; "" if it did not
         # The servers of the last good fetch that have not been given to the poller yet
         self.waiting = collections.deque()
@@ -14974,6 +14994,19 @@ class UpstreamList:
         pause_s = min(interval, UPSTREAM_RETRY_S) if self.trouble else interval
         return now >= self.tried_at + pause_s
 
+    def count_listed(self, masters_by_key):
+        """Return how many servers of this list are listed.
+
+        `masters_by_key` has the names of the masters at which servers were found, by found_key().
+        Without a fetch since the start, the servers that were restored from the disk count."""
+        if self.fetched is not None:
+            return len(self.named & masters_by_key.keys())
+        count = 0
+        for (game, _, _), master in masters_by_key.items():
+            if game == self.upstream.game and master == self.upstream.name:
+                count += 1
+        return count
+
     def on_list(self, fetched_list, wall):
         """Take the FetchedList of a fetch that succeeded at the time `wall`."""
         label = self.upstream.label
@@ -14982,7 +15015,9 @@ class UpstreamList:
                      len(fetched_list.servers), fetched_list.left_out)
         self.fetched = int(wall)
         self.trouble = ""
-        self.addresses = len(fetched_list.servers)
+        game = self.upstream.game
+        self.named = frozenset(
+            (game, server.address, server.port) for server in fetched_list.servers)
         self.waiting = collections.deque(fetched_list.servers)
 
     def on_error(self, error):
@@ -15030,10 +15065,12 @@ class Upstreams:
                 log.warning("%s: its servers are not asked, because the game is switched off here",
                             upstream.label)
             else:
-                self.lists.append(lists_before.get(upstream) or UpstreamList(upstream))
-        if lists_before.keys() - {known.upstream for known in self.lists}:
+                known = lists_before.get(upstream)
+                self.lists.append(known or UpstreamList(upstream))
+        dropped_lists = [known for known in lists_before.values() if known not in self.lists]
+        if dropped_lists:
             self.forget_asked()
-        self.remove_unnamed()
+        self.remove_unnamed(dropped_lists)
 
     def forget_asked(self):
         """Stop querying all servers that have not answered for the first time yet.
@@ -15044,19 +15081,55 @@ class Upstreams:
                 self.poller.remove(target)
         self.asked = []
 
-    def remove_unnamed(self):
-        """Remove each listed server that was found in a list which is not named any more."""
-        identities = {identity_of_list(known.upstream) for known in self.lists}
+    def remove_unnamed(self, dropped_lists):
+        """Remove each listed server that was found in a list which the ini has dropped.
+
+        If another list names it too, it stays, as found there."""
+        dropped_keys = set()
+        for known in dropped_lists:
+            dropped_keys |= known.named
         for server in self.found_servers():
-            if identity_of_server(server) not in identities:
+            if server.master:
+                continue            # the other master decides
+            master = self.naming_master(server, dropped_keys)
+            if not master:
                 self.registry.remove_own(server)
+            elif master != server.found_at:
+                self.change_master(server, master)
+
+    def naming_master(self, server, dropped_keys):
+        """Return the name of the master in whose list a found server stands, or "".
+
+        `dropped_keys` are the servers of lists that the ini has just dropped. A server that is in
+        no list counts as named by its former master as long as the ini names that: after a restart
+        the list may not be fetched yet, and what leaves a list stays here while it answers."""
+        key = found_key(server)
+        masters = [known.upstream.name for known in self.lists if key in known.named]
+        if masters and server.found_at not in masters:
+            other_master, *_ = masters
+            return other_master
+        if not masters and key in dropped_keys:
+            return ""
+        game, _, _ = key
+        for known in self.lists:
+            if known.upstream.game == game and known.upstream.name == server.found_at:
+                return server.found_at
+        return ""
+
+    def change_master(self, server, master):
+        """Show a found server as found at another master, whose list names it too."""
+        game, address, port = found_key(server)
+        target = self.poller.find(self.games[game], address, port)
+        if target is not None and target.found is not None:
+            target.found = target.found._replace(found_at=master)
+        self.registry.update(server, {"found_at": master})
 
     def found_servers(self):
-        """Return the servers that this master lists because it has found them in a list."""
+        """Return all listed servers that were found in a list, by this or by another master."""
         servers = []
         for same_game in self.registry.games.values():
             for server in same_game.values():
-                if server.found_at and not server.master:
+                if server.found_at:
                     servers.append(server)
         return servers
 
@@ -15064,16 +15137,18 @@ class Upstreams:
         """Begin a fetch that is due, query the servers that fetches have brought, and update the
         state that /healthz shows. This is called once a second."""
         self.start_fetch(now)
-        listed_counts = collections.Counter()
+        masters_by_key = {}             # of this master's own found servers
         if self.lists:
-            listed_counts.update(map(identity_of_server, self.found_servers()))
-            self.query_waiting(sum(listed_counts.values()))
+            found_servers = self.found_servers()
+            self.query_waiting(len(found_servers))
+            for server in found_servers:
+                if not server.master:
+                    masters_by_key[found_key(server)] = server.found_at
         state = self.master_server.upstream
         state.clear()
         for known in self.lists:
-            identity = identity_of_list(known.upstream)
             state[known.upstream.label] = UpstreamState(
-                known.fetched, known.addresses, listed_counts[identity], known.trouble)
+                known.fetched, len(known.named), known.count_listed(masters_by_key), known.trouble)
 
     # Fetches
 

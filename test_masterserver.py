@@ -427,6 +427,8 @@ class SettingsTest(unittest.TestCase):
                  "luanti a.example:80"),
                 ("luanti https://a.example/", ("luanti", "a.example", 443, True), "a.example",
                  "luanti https://a.example"),
+                ("luanti https://a.example/list", ("luanti", "a.example", 443, True), "a.example",
+                 "luanti https://a.example"),
                 ("luanti https://a.example:5", ("luanti", "a.example", 5, True), "a.example:5",
                  "luanti https://a.example:5")):
             found, = ms.Settings({"upstream.masters": "\n%s\n\n%s\n" % (line, line)})[
@@ -444,8 +446,10 @@ class SettingsTest(unittest.TestCase):
                 ("luanti https://me:TOKEN@a.example", "expected"), ("aio a.example:0", "expected"),
                 ("aio a.example:70000", "expected"), ("aio caf\xe9.example", "GAME HOST"),
                 ("\n".join("aio a%d.example" % number for number in range(21)), "at most 20")):
-            error = self.refused("[upstream]\nmasters =\n  " + line.replace("\n", "\n  "))
+            error = self.refused("[upstream]\nmasters =\n  aio b.example\n  "
+                                 + line.replace("\n", "\n  "))
             self.assertIn(words, error)
+            self.assertIn("line 2 of the value: " if "\n" not in line else "at most", error)
             self.assertNotIn("TOKEN", error)
 
     def refused(self, text, *overrides):
@@ -811,6 +815,20 @@ class RegistryTest(unittest.TestCase):
         self.hear(1)
         self.assertEqual((server.found_at, len(self.registry.for_clients(
             self.registry.servers()))), ("", 2))
+
+    def test_found_servers_keep_out_none_of_their_source_that_announces_itself(self):
+        for port in 1, 2, 3:
+            self.hear(port, found_at="up.example")
+        self.assertRaises(ms.Refused, self.hear, 4, found_at="up.example")
+        self.hear(1)                    # it is an own one now
+        self.assertEqual((self.registry.sources, self.registry.found_sources),
+                         ({"203.0.113.9": 1}, {"203.0.113.9": 2}))
+        self.hear(5)
+        self.hear(6)
+        self.assertRaisesRegex(ms.Refused, "5 servers", self.hear, 7)
+        for server in self.registry.servers():
+            self.registry.remove_any(server)
+        self.assertEqual((self.registry.sources, self.registry.found_sources), ({}, {}))
 
     def test_subscribers_are_called_for_their_game_and_events(self):
         seen = []
@@ -10937,7 +10955,9 @@ class UpstreamsTest(unittest.TestCase):
         """(the address of the master, the addresses that it names, those that are asked)"""
         outside = ["203.0.113.9", "2001:db8::9"]
         near = ["10.1.1.1", "127.0.0.1", "192.168.1.5", "169.254.1.1", "100.64.1.1", "172.16.0.1",
-                "::1", "fc00::1", "fe80::1", "::ffff:10.9.9.9", "192.0.2.50", "203.0.113.77"]
+                "192.0.0.8", "::1", "fc00::1", "fe80::1", "fec0::1", "::ffff:10.9.9.9",
+                "::10.1.2.3", "64:ff9b::a01:203", "64:ff9b:1::1", "2002:a01:203::1", "192.0.2.50",
+                "203.0.113.77"]
         never = ["224.0.0.1", "0.0.0.0", "255.255.255.255", "::", "ff02::1", "fe80::1%eth0", "a b",
                  "", "10.1", "203.0.113.9:5", "no.name", "[::1]"]
         own = {"203.0.113.77", "192.0.2.50"}
@@ -11035,10 +11055,33 @@ class UpstreamsTest(unittest.TestCase):
         # Another game of the same master is another list
         self.reload("quake3 b.example Quake3Arena 68", "hyperbol c.example")
         self.assertEqual(self.listed(), [("203.0.113.5", "c.example"), ("203.0.113.8", "")])
+        # What another list names as well stays, as found there
+        self.lists["d.example"] = [("203.0.113.5", 5)]
+        self.reload("hyperbol c.example", "hyperbol d.example")
+        self.run_for(3)
+        self.reload("hyperbol d.example")
+        for _ in range(2):
+            self.assertEqual(self.listed(), [("203.0.113.5", "d.example"), ("203.0.113.8", "")])
+            self.run_for(40)
         self.reload()
         self.run_for(400)
         self.assertEqual((self.listed(), self.server.upstream), ([("203.0.113.8", "")], {}))
-        self.assertEqual(len(self.fetched), 3)
+        self.assertEqual(len(self.fetched), 4)
+
+    def test_a_server_that_says_another_game_or_has_left_its_list(self) -> None:
+        """It stays when other settings change, and after a restart, for as long as it answers."""
+        self.lists = {"a.example": [("203.0.113.9", 5), ("203.0.113.8", 5)]}
+        lines = ["quake3 a.example Nexuiz 7"]
+        self.start(*lines, upstream__interval="10")
+        self.run_for(3)
+        self.lists["a.example"] = [("203.0.113.9", 5)]
+        self.run_for(20)
+        for change in (lambda: self.reload(*lines, poll__interval="20"),
+                       lambda: ms.Upstreams(self.server)):
+            change()
+            self.assertEqual(self.listed(), [
+                ("203.0.113.8", "a.example"), ("203.0.113.9", "a.example")])
+        self.assertEqual(self.server.upstream["quake3 a.example Nexuiz 7"].listed, 1)
 
     def test_a_fetch_that_ends_after_its_line_has_gone(self) -> None:
         self.lists = {"a.example": [("203.0.113.9", 5)]}
@@ -12249,7 +12292,8 @@ class ClientTools(unittest.TestCase):
             self.assertEqual(list(ms.json_array(text, "list")), expected, text[:40])
         for text in ("", "{", "{}", "[]", "5", '{"list"}', '{"list":5}', '{"list":[', '{"list":[1',
                      '{"list":[1 2]}', '{"list":[1,]}', '{"list":[,]}', '{"lists":[1]}',
-                     '{"a":1;"list":[]}', '{"list":["x%s]}' % long[1:], '{"list":[}]',
+                     '{"a":1;"list":[]}', '{%s"list":[]}' % ('"a":1,' * 100),
+                     '{"list":["x%s]}' % long[1:], '{"list":[}]',
                      '{"list":[%s]}' % ",".join("1" * (ms.LIST_SERVERS + 1))):
             self.assertRaises(ValueError, list, ms.json_array(text, "list"))
         self.assertRaises((RecursionError, ValueError), list,
