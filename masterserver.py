@@ -866,11 +866,11 @@ SETTINGS = (
             "What all keys in Redis begin with; masters with another one are not seen.",
             live=False),
     Setting("upstream.masters", "", read_upstreams,
-            "Other masters whose servers are asked and listed: GAME HOST[:PORT], one a line."),
+            "Lists of other masters, GAME HOST[:PORT] a line; their servers that answer are listed."),
     Setting("upstream.interval", "300", number_reader(10, 86400, float),
             "Seconds between two fetches of one list."),
     Setting("upstream.share", "yes", read_flag,
-            "Show game clients what was found so; no: on the page and in /servers.json alone."),
+            "Whether game clients' lists have the servers found there; no: only the page has them."),
     Setting("poll.interval", "30", number_reader(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", number_reader(1, 100000),
@@ -2151,7 +2151,7 @@ class Registry:
         max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
         if fields.get("players", 0) > max_players:
             fields = {**fields, "players": max_players}
-        # source_counts() has two tables
+        # Then the server moves to the other table of source_counts()
         changes_table = fields.get("found_at", server.found_at) != server.found_at
         if changes_table:
             self.count_source(server, -1)
@@ -3982,6 +3982,9 @@ def next_slot(now, interval, phase):
 class PolledGame(Querier):
     """A game whose servers are listed for as long as they answer the poller.
 
+    (AIO's are listed for as long as they are connected. Only those that were found in another list
+    are polled like those of the other games.)
+
     A server becomes a target in one of four ways: the ini names it by address or host name
     (set_pinned), it announces itself in the game's protocol or by HTTP (on_http_announcement),
     another master's list names it (query_found), or it was listed before a restart. list_polled()
@@ -4083,13 +4086,14 @@ class PolledGame(Querier):
     def query_found(self, found):
         """Begin to poll a FoundServer. If it answers, it is listed.
 
-        Return the new target, or None if the server is listed or a target already; of a found
-        target, the texts from the other list are replaced. Raise Refused if the server may not be
-        listed or queried."""
+        Return the new target, or None if the server is listed or a target already. The target of a
+        server that was found at the same master before gets the present texts. Raise Refused if the
+        server may not be listed or queried."""
         address, port = found.address, found.port
         target = self.poller.find(self, address, port)
         if target is not None:
-            if target.found is not None:
+            # If two lists name the server, the texts do not change between them at every fetch
+            if target.found is not None and target.found.found_at == found.found_at:
                 target.found = found
             return None
         listed_address = self.rules.listed_address(address)
@@ -8602,7 +8606,7 @@ BADGES = {
     "official": "Marked as official by the operator of this list",
     "unconfirmed": "Listed before its master was restarted, not heard from since",
     "self-reported": "Not verified: this master cannot query it",
-    "another list": "It answers this master; its name and texts come from another list",
+    "another list": "It answers this master; what is shown of it comes from another list",
     "not responding": "Known to this master, but does not answer its queries",
 }
 
@@ -8612,7 +8616,7 @@ VERIFIED = {
     "query": "It answers this master's queries",
     "connection": "It keeps a connection to this master",
     "self-reported": "Not verified: everything here is what it says of itself",
-    "another list": "It answers this master's queries; its texts come from another list",
+    "another list": "It answers this master's queries; its name and texts come from another list",
 }
 
 SERVER_PAGE = """\
@@ -11828,8 +11832,8 @@ OUTCOMES = {
         "All is well."),
     "found": OutcomeText(
         "Listed, because another list names it",
-        "This master found it at %s and asks it; it has not announced itself here. If it does, it "
-        "stays listed even if that list drops it."),
+        "This master found it at %s and queries it; it has not announced itself here. If it does, "
+        "it no longer depends on that list."),
     "private": OutcomeText(
         "Listed under a private address",
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
@@ -14270,8 +14274,9 @@ def default_master_name(database):
     return "%s-%08x" % (host[:HOST_NAME_CHARACTERS], number)
 
 
-def announced_last(server):
-    """Return the sort key by which the best of several masters' entries of a server comes last."""
+def entry_preference(server):
+    """Return a sort key for the entries that several masters have of one server. Entries of masters
+    that heard it come after those that found it in a list, and later entries after earlier ones."""
     return not server.found_at, server.last_seen
 
 
@@ -14470,7 +14475,7 @@ class Cluster:
         """Return the server with this key, as known to the other master that heard from it last.
         Return None if no other master knows it, or if our rules forbid listing it."""
         candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
-        latest = max(candidates, key=announced_last, default=None)
+        latest = max(candidates, key=entry_preference, default=None)
         if latest is None:
             return None
         try:
@@ -15103,8 +15108,8 @@ def after_blanks(text, position):
 
 
 def after_mark(text, position, expected):
-    """Return the position after the next mark of a text. Raise ValueError if that is another one
-    than the expected one."""
+    """Return the position after the next mark of a text. Raise ValueError if it is not the expected
+    one."""
     mark, following = next_mark(text, position)
     if mark != expected:
         raise ValueError("no %s at character %d" % (expected, position))
@@ -15143,9 +15148,9 @@ WEB_LISTS = list_iceball, list_luanti
 # says is where to ask, and nothing else: each address is given to the poller, and a server is
 # listed when it has answered here. It leaves when it no longer answers, whatever the list says.
 
-# So many entries of one list are used. No game that is served here has more servers
+# The entries of one list that are used
 UPSTREAM_ADDRESSES = 5000
-# The thread pauses after so many entries, which take up to 2 ms. Only one thread of Python runs at
+# The entries after which the thread pauses; to read them takes up to 2 ms. Only one thread of Python runs at
 # a time, and without pauses each datagram that the event loop sends could wait 5 ms for this one
 UPSTREAM_PAUSE_ENTRIES = 10
 UPSTREAM_PAUSE_S = 0.001
@@ -15154,13 +15159,13 @@ UPSTREAM_PAUSE_S = 0.001
 UPSTREAM_RETRY_S = 60.0
 # The time in which host names in one list are looked up. The others follow at the next fetch
 UPSTREAM_RESOLVE_S = 10.0
-# So many addresses of all lists may wait for their first answer. More would not be asked sooner:
-# each that is silent takes up to 6 s, and the default rate is 500 queries a second
-UPSTREAM_NEWCOMERS = 1000
-# So many addresses are given to the poller in one tick, which takes 10 ms
+# The servers of all lists that may be queried before their first answer. With more, none would
+# answer sooner: a silent one takes up to 6 s, and the default rate is 500 queries a second
+UPSTREAM_UNANSWERED = 1000
+# The servers that are given to the poller in one tick. To give it 500 takes 10 ms
 UPSTREAM_STEP = 500
-# Found servers fill at most one part in so many of [limits] servers. The rest is for servers that
-# announce themselves
+# Found servers fill at most half of [limits] servers. The rest is for servers that announce
+# themselves
 FOUND_SHARE = 2
 
 
@@ -15168,7 +15173,7 @@ class FetchedList(NamedTuple):
     """The result of one fetch."""
 
     servers: List[FoundServer]
-    left_out: int                   # how many others the list names that are not to be asked
+    left_out: int                   # entries that are repeated, or may not be queried
 
 
 def fetch_upstream(upstream, own_addresses, host_addresses):
@@ -15185,8 +15190,8 @@ def fetch_upstream(upstream, own_addresses, host_addresses):
     servers = {}
     for server in with_pauses(named_servers):
         address = host_addresses.get(server.address, server.address)
-        is_askable = may_be_asked(address, upstream_address, own_addresses)
-        if is_askable and 0 < server.port <= MAX_PORT:
+        is_allowed = may_be_queried(address, upstream_address, own_addresses)
+        if is_allowed and 0 < server.port <= MAX_PORT:
             address = canonical_address(address)
             servers[address, server.port] = server._replace(address=address)
     left_out = len(named_servers) - len(servers)
@@ -15201,8 +15206,8 @@ def with_pauses(values):
             time.sleep(UPSTREAM_PAUSE_S)
 
 
-def may_be_asked(address, upstream_address, own_addresses):
-    """May a server be asked at an address that the list of a master at `upstream_address` names?
+def may_be_queried(address, upstream_address, own_addresses):
+    """May a server be queried at an address that the list of a master at `upstream_address` names?
 
     A master on the internet must not make us query machines of our own network. Only a master that
     is in such a network, or on this machine, may name addresses there."""
@@ -15379,7 +15384,7 @@ class UpstreamList:
         """Take the FetchedList of a fetch that succeeded at the time `wall`."""
         label = self.upstream.label
         if self.fetched is None or self.trouble:
-            log.info("%s: %d addresses in the list, %d others left out", label,
+            log.info("%s: %d addresses in the list, %d other entries left out", label,
                      len(fetched_list.servers), fetched_list.left_out)
         self.fetched = int(wall)
         self.trouble = ""
@@ -15416,7 +15421,7 @@ class Upstreams:
                 self.games[protocol.game] = protocol
         self.lists: List[UpstreamList] = []
         self.is_fetching = False
-        self.asked = []                 # targets that have not answered for the first time yet
+        self.unanswered = []            # targets that have not answered for the first time yet
         self.thread = WorkerThread("upstream", master_server.post)
         # Before the poller, whose tick then queries the servers that this one's tick has named
         master_server.protocols.insert(0, self)
@@ -15426,36 +15431,35 @@ class Upstreams:
         """Read the lists from the settings, at the start and after a reload.
 
         What only a former list has named is not queried any more, and leaves."""
-        lists_before = {known.upstream: known for known in self.lists}
+        lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if is_switched_off(settings, upstream.game):
-                log.warning("%s: its servers are not asked, because the game is switched off here",
+                log.warning("%s: its servers are not queried, because the game is switched off here",
                             upstream.label)
             else:
-                known = lists_before.get(upstream)
-                self.lists.append(known or UpstreamList(upstream))
-        dropped_lists = [known for known in lists_before.values() if known not in self.lists]
+                upstream_list = lists_before.get(upstream)
+                self.lists.append(upstream_list or UpstreamList(upstream))
+        dropped_lists = [upstream_list for upstream_list in lists_before.values() if upstream_list not in self.lists]
         if dropped_lists:
-            self.forget_asked()
+            self.forget_unanswered()
         self.remove_unnamed(dropped_lists)
 
-    def forget_asked(self):
+    def forget_unanswered(self):
         """Stop querying all servers that have not answered for the first time yet.
 
         Those that are still in a list are queried again after its next fetch."""
-        for target in self.asked:
-            if self.is_waiting(target):
-                self.poller.remove(target)
-        self.asked = []
+        for target in filter(self.is_unanswered, self.unanswered):
+            self.poller.remove(target)
+        self.unanswered = []
 
     def remove_unnamed(self, dropped_lists):
         """Remove each listed server that was found in a list which the ini has dropped.
 
         If another list names it too, it stays, as found there."""
         dropped_keys = set()
-        for known in dropped_lists:
-            dropped_keys |= known.named
+        for upstream_list in dropped_lists:
+            dropped_keys |= upstream_list.named
         for server in self.found_servers():
             if server.master:
                 continue            # the other master decides
@@ -15472,15 +15476,15 @@ class Upstreams:
         no list counts as named by its former master as long as the ini names that: after a restart
         the list may not be fetched yet, and what leaves a list stays here while it answers."""
         key = found_key(server)
-        masters = [known.upstream.name for known in self.lists if key in known.named]
+        masters = [upstream_list.upstream.name for upstream_list in self.lists if key in upstream_list.named]
         if masters and server.found_at not in masters:
             other_master, *_ = masters
             return other_master
         if not masters and key in dropped_keys:
             return ""
         game, _, _ = key
-        for known in self.lists:
-            if known.upstream.game == game and known.upstream.name == server.found_at:
+        for upstream_list in self.lists:
+            if upstream_list.upstream.game == game and upstream_list.upstream.name == server.found_at:
                 return server.found_at
         return ""
 
@@ -15514,19 +15518,19 @@ class Upstreams:
                     masters_by_key[found_key(server)] = server.found_at
         state = self.master_server.upstream
         state.clear()
-        for known in self.lists:
-            state[known.upstream.label] = UpstreamState(
-                known.fetched, len(known.named), known.count_listed(masters_by_key), known.trouble)
+        for upstream_list in self.lists:
+            state[upstream_list.upstream.label] = UpstreamState(
+                upstream_list.fetched, len(upstream_list.named), upstream_list.count_listed(masters_by_key), upstream_list.trouble)
 
     # Fetches
 
     def start_fetch(self, now):
         """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
         interval = self.settings["upstream.interval"]
-        due = [known for known in self.lists if known.is_due(now, interval)]
+        due = [upstream_list for upstream_list in self.lists if upstream_list.is_due(now, interval)]
         if self.is_fetching or not due:
             return
-        next_list = min(due, key=lambda known: known.tried_at)
+        next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
         next_list.tried_at = now
         self.is_fetching = True
         own_addresses = find_own_addresses(self.settings)
@@ -15552,32 +15556,37 @@ class Upstreams:
         """Have the poller query servers that fetches have brought, as many as there is room for.
 
         The lists take turns. `listed_count` is the number of found servers that are listed."""
-        self.asked = list(filter(self.is_waiting, self.asked))
+        self.unanswered = list(filter(self.is_unanswered, self.unanswered))
         max_listed = self.registry.rules.max_servers // FOUND_SHARE
-        room = min(UPSTREAM_NEWCOMERS, max_listed - listed_count) - len(self.asked)
+        max_unanswered = min(UPSTREAM_UNANSWERED, max_listed - listed_count)
         for turn in range(UPSTREAM_STEP):
-            waiting_lists = [known for known in self.lists if known.waiting]
-            if room <= 0 or not waiting_lists:
+            waiting_lists = [upstream_list for upstream_list in self.lists if upstream_list.waiting]
+            if not waiting_lists:
                 return
-            known = waiting_lists[turn % len(waiting_lists)]
-            room -= self.query_next(known)
+            upstream_list = waiting_lists[turn % len(waiting_lists)]
+            has_room = len(self.unanswered) < max_unanswered
+            if not has_room and self.is_new(upstream_list):
+                return
+            self.query_next(upstream_list)
 
-    def query_next(self, known):
-        """Take the next server of an UpstreamList. Return 1 if it is a new target, otherwise 0."""
-        found = known.waiting.popleft()
-        game = self.games[known.upstream.game]
-        try:
-            target = game.query_found(found)
-        except Refused:
-            return 0                    # by a ban or a limit, as any other server would be
-        if target is None:
-            return 0
-        self.asked.append(target)
-        return 1
+    def is_new(self, upstream_list):
+        """Return whether the next server of an UpstreamList is not queried yet."""
+        next_server, *_ = upstream_list.waiting
+        game = self.games[upstream_list.upstream.game]
+        return self.poller.find(game, next_server.address, next_server.port) is None
 
-    def is_waiting(self, target):
-        """Return whether a target that query_found() has returned still waits for its first
-        answer."""
+    def query_next(self, upstream_list):
+        """Take the next server of an UpstreamList. Have it queried, if it may be listed."""
+        next_server = upstream_list.waiting.popleft()
+        game = self.games[upstream_list.upstream.game]
+        # A ban or a limit refuses it, as it would refuse a server that announces itself
+        with contextlib.suppress(Refused):
+            target = game.query_found(next_server)
+            if target is not None:
+                self.unanswered.append(target)
+
+    def is_unanswered(self, target):
+        """Return whether a target that query_found() has returned has not answered yet."""
         is_target = self.poller.targets.get(target.key) is target
         return is_target and target.querier.is_unlisted_found(target)
 
@@ -16098,7 +16107,7 @@ class MasterServer:
 # 12  Client tools and command line
 #
 # The commands: serve, check the settings, announce a game server that cannot do it itself, query
-# game servers and masters. The tools use the codecs of section 7. They are ordinary blocking
+# game servers, and show masters' lists. The tools use the codecs of section 7. They are ordinary blocking
 # programs that report an error and end. None of them uses the event loop; only command_serve()
 # starts it.
 # ================================================================================================
@@ -17277,7 +17286,7 @@ def check_upstreams(settings):
             say("warning: [upstream] %s: no list: %s"
                 % (upstream.label, clean(error_text(error), TEXT_CHARACTERS)))
         else:
-            say("[upstream] %s: %d addresses in the list, %d others left out"
+            say("[upstream] %s: %d addresses in the list, %d other entries left out"
                 % (upstream.label, len(result.servers), result.left_out))
 
 

@@ -5446,7 +5446,7 @@ class PagesTest(unittest.TestCase):
         found = make_server(verified="another list", found_at="up.example")
         self.assertIn("another list</i>", ms.render_badges(found))
         self.holds(page_of(web_of([found]), link_to(found)),
-                   "<dt>Found at</dt><dd>up.example</dd>", "its texts come from another list</dd>")
+                   "<dt>Found at</dt><dd>up.example</dd>", "its name and texts come from another list</dd>")
         for path in "/", link_to(server), "/check?address=192.0.2.1":
             text = Outline(page_of(web_of([server]), path)).text
             self.holds(" ".join(text.split()), "Once official unconfirmed")
@@ -10621,7 +10621,7 @@ class ClusterTest(ClusterCase):
                               for one in server.registry.servers()], [("", "B", "b")])
         entries = [ms.Server("iceball", "203.0.113.9", 1, "", seen, 60.0, found_at=found_at)
                    for seen, found_at in ((1.0, ""), (2.0, ""), (3.0, "up.example"))]
-        self.assertEqual(max(entries, key=ms.announced_last).last_seen, 2.0)
+        self.assertEqual(max(entries, key=ms.entry_preference).last_seen, 2.0)
 
     def test_listed_changed_and_gone(self) -> None:
         a, b, c = map(self.start, "abc")
@@ -11314,8 +11314,8 @@ class UpstreamsTest(unittest.TestCase):
             "hyperbol a.example": (wall, 2, 1, ""),
             "quake3 b.example:99 Xonotic 3": (wall, 1, 1, "")})
         self.assertEqual(self.told(), [
-            "hyperbol a.example: 2 addresses in the list, 0 others left out",
-            "quake3 b.example:99 Xonotic 3: 1 addresses in the list, 0 others left out"])
+            "hyperbol a.example: 2 addresses in the list, 0 other entries left out",
+            "quake3 b.example:99 Xonotic 3: 1 addresses in the list, 0 other entries left out"])
         self.silent.append("203.0.113.9")
         self.run_for(100)
         self.assertEqual(self.listed(), [("203.0.113.7", "b.example:99")])
@@ -11336,7 +11336,7 @@ class UpstreamsTest(unittest.TestCase):
                 ("::1", outside + near), ("192.0.2.50", outside + near),
                 ("100.127.255.1", outside + near)):
             self.assertEqual([address for address in outside + near + never
-                              if ms.may_be_asked(address, master, own)], asked, master)
+                              if ms.may_be_queried(address, master, own)], asked, master)
         self.lists = {"a.example": [(address, 5) for address in outside + near + never]
                       + [("203.0.113.9", 0), ("203.0.113.9", 65536), ("203.0.113.9", 5)]}
         self.start("hyperbol a.example", server__public_address="203.0.113.77")
@@ -11362,8 +11362,23 @@ class UpstreamsTest(unittest.TestCase):
         self.silent = [address for address, _ in many]
         for _ in range(10):
             self.run_for(1)
-            self.assertLessEqual(len(self.server.poller.targets), ms.UPSTREAM_NEWCOMERS)
-        self.assertGreater(len(self.server.poller.targets), ms.UPSTREAM_NEWCOMERS / 2)
+            self.assertLessEqual(len(self.server.poller.targets), ms.UPSTREAM_UNANSWERED)
+        self.assertGreater(len(self.server.poller.targets), ms.UPSTREAM_UNANSWERED / 2)
+
+    def test_texts_of_a_full_list(self) -> None:
+        """What is listed already gets its present texts, even if there is no room for more. If two
+        lists name a server, the first one counts."""
+        self.lists = {host: [(address_of(number), 5) for number in range(20)]
+                      for host in ("a.example", "b.example")}
+        self.start("hyperbol a.example", "hyperbol b.example", limits__servers="20",
+                   upstream__interval="10")
+        self.run_for(25)
+        self.assertEqual({found_at for _, found_at in self.listed()}, {"a.example"})
+        targets = [target for target in self.server.poller.targets.values()]
+        self.assertEqual(len(targets), 10)
+        before = [target.found for target in targets]
+        self.run_for(25)
+        self.assertFalse([1 for target, found in zip(targets, before) if target.found is found])
 
     def test_own_servers_are_asked_in_time_beside_a_silent_list(self) -> None:
         self.lists = {"a.example": [(address_of(number), 5) for number in range(5000)]}
@@ -11402,7 +11417,7 @@ class UpstreamsTest(unittest.TestCase):
         self.lists["a.example"] = [("203.0.113.8", 5)]
         self.run_for(100)
         self.assertEqual(self.told(),
-                         ["hyperbol a.example: 1 addresses in the list, 0 others left out"])
+                         ["hyperbol a.example: 1 addresses in the list, 0 other entries left out"])
         self.assertEqual([address for address, _ in self.listed()], ["203.0.113.8", "203.0.113.9"])
         self.assertEqual(self.server.upstream["hyperbol a.example"].trouble, "")
 
@@ -11472,7 +11487,7 @@ class UpstreamsTest(unittest.TestCase):
             self.start("%s a.example" % game, **off)
             self.run_for(3)
             self.assertEqual((self.fetched, self.told()), ([], [
-                "%s a.example: its servers are not asked, because the game is switched off here"
+                "%s a.example: its servers are not queried, because the game is switched off here"
                 % game]))
 
     def test_servers_of_before_a_restart(self) -> None:
@@ -13313,7 +13328,7 @@ class Checking(unittest.TestCase):
             status, words = self.check(hyperbol__port="0", upstream__masters="\n".join((
                 "hyperbol " + server.place, "hyperbol 127.0.0.1:1", "aio a.example")))
         self.assertEqual(status, 0)
-        self.assertIn("[upstream] hyperbol %s: 3 addresses in the list, 0 others left out\n"
+        self.assertIn("[upstream] hyperbol %s: 3 addresses in the list, 0 other entries left out\n"
                       % server.place, words)
         self.assertRegex(words, r"warning: \[upstream\] hyperbol 127.0.0.1:1: no list: .*refused")
         self.assertIn("warning: [upstream] aio a.example: the game is switched off here, by "
