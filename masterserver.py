@@ -866,11 +866,11 @@ SETTINGS = (
             "What all keys in Redis begin with; masters with another one are not seen.",
             live=False),
     Setting("upstream.masters", "", read_upstreams,
-            "Lists of other masters, GAME HOST[:PORT] a line; their servers that answer are listed."),
+            "Lists of other masters, a line GAME HOST[:PORT] for each; what answers is listed."),
     Setting("upstream.interval", "300", number_reader(10, 86400, float),
             "Seconds between two fetches of one list."),
     Setting("upstream.share", "yes", read_flag,
-            "Whether game clients' lists have the servers found there; no: only the page has them."),
+            "Whether the lists for game clients have these servers; no: only the page has them."),
     Setting("poll.interval", "30", number_reader(5, 3600, float),
             "Seconds between two queries to one game server, of all games that are polled."),
     Setting("poll.rate", "500", number_reader(1, 100000),
@@ -15150,8 +15150,9 @@ WEB_LISTS = list_iceball, list_luanti
 
 # The entries of one list that are used
 UPSTREAM_ADDRESSES = 5000
-# The entries after which the thread pauses; to read them takes up to 2 ms. Only one thread of Python runs at
-# a time, and without pauses each datagram that the event loop sends could wait 5 ms for this one
+# The entries after which the thread pauses. To read them takes up to 2 ms. Only one thread of
+# Python runs at a time. Without pauses each datagram that the event loop sends could wait 5 ms for
+# this one
 UPSTREAM_PAUSE_ENTRIES = 10
 UPSTREAM_PAUSE_S = 0.001
 # A list that could not be fetched is tried again after this time, or after the interval if that is
@@ -15435,12 +15436,15 @@ class Upstreams:
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if is_switched_off(settings, upstream.game):
-                log.warning("%s: its servers are not queried, because the game is switched off here",
+                log.warning("%s: its servers are not queried; the game is switched off here",
                             upstream.label)
             else:
                 upstream_list = lists_before.get(upstream)
                 self.lists.append(upstream_list or UpstreamList(upstream))
-        dropped_lists = [upstream_list for upstream_list in lists_before.values() if upstream_list not in self.lists]
+        dropped_lists = []
+        for upstream_list in lists_before.values():
+            if upstream_list not in self.lists:
+                dropped_lists.append(upstream_list)
         if dropped_lists:
             self.forget_unanswered()
         self.remove_unnamed(dropped_lists)
@@ -15476,7 +15480,10 @@ class Upstreams:
         no list counts as named by its former master as long as the ini names that: after a restart
         the list may not be fetched yet, and what leaves a list stays here while it answers."""
         key = found_key(server)
-        masters = [upstream_list.upstream.name for upstream_list in self.lists if key in upstream_list.named]
+        masters = []
+        for upstream_list in self.lists:
+            if key in upstream_list.named:
+                masters.append(upstream_list.upstream.name)
         if masters and server.found_at not in masters:
             other_master, *_ = masters
             return other_master
@@ -15484,7 +15491,8 @@ class Upstreams:
             return ""
         game, _, _ = key
         for upstream_list in self.lists:
-            if upstream_list.upstream.game == game and upstream_list.upstream.name == server.found_at:
+            upstream = upstream_list.upstream
+            if upstream.game == game and upstream.name == server.found_at:
                 return server.found_at
         return ""
 
@@ -15520,7 +15528,10 @@ class Upstreams:
         state.clear()
         for upstream_list in self.lists:
             state[upstream_list.upstream.label] = UpstreamState(
-                upstream_list.fetched, len(upstream_list.named), upstream_list.count_listed(masters_by_key), upstream_list.trouble)
+                upstream_list.fetched,
+                addresses=len(upstream_list.named),
+                listed=upstream_list.count_listed(masters_by_key),
+                trouble=upstream_list.trouble)
 
     # Fetches
 
@@ -16107,9 +16118,9 @@ class MasterServer:
 # 12  Client tools and command line
 #
 # The commands: serve, check the settings, announce a game server that cannot do it itself, query
-# game servers, and show masters' lists. The tools use the codecs of section 7. They are ordinary blocking
-# programs that report an error and end. None of them uses the event loop; only command_serve()
-# starts it.
+# game servers, and show masters' lists. The tools use the codecs of section 7, and section 11
+# fetches the lists. They are ordinary blocking programs that report an error and end. None of them
+# uses the event loop; only command_serve() starts it.
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2

@@ -11487,7 +11487,7 @@ class UpstreamsTest(unittest.TestCase):
             self.start("%s a.example" % game, **off)
             self.run_for(3)
             self.assertEqual((self.fetched, self.told()), ([], [
-                "%s a.example: its servers are not queried, because the game is switched off here"
+                "%s a.example: its servers are not queried; the game is switched off here"
                 % game]))
 
     def test_servers_of_before_a_restart(self) -> None:
