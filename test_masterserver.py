@@ -5446,7 +5446,8 @@ class PagesTest(unittest.TestCase):
         found = make_server(verified="another list", found_at="up.example")
         self.assertIn("another list</i>", ms.render_badges(found))
         self.holds(page_of(web_of([found]), link_to(found)),
-                   "<dt>Found at</dt><dd>up.example</dd>", "its name and texts come from another list</dd>")
+                   "<dt>Found at</dt><dd>up.example</dd>",
+                   "its name and texts come from another list</dd>")
         for path in "/", link_to(server), "/check?address=192.0.2.1":
             text = Outline(page_of(web_of([server]), path)).text
             self.holds(" ".join(text.split()), "Once official unconfirmed")
