@@ -11375,7 +11375,7 @@ class UpstreamsTest(unittest.TestCase):
                    upstream__interval="10")
         self.run_for(25)
         self.assertEqual({found_at for _, found_at in self.listed()}, {"a.example"})
-        targets = [target for target in self.server.poller.targets.values()]
+        targets = list(self.server.poller.targets.values())
         self.assertEqual(len(targets), 10)
         before = [target.found for target in targets]
         self.run_for(25)
