@@ -12692,7 +12692,7 @@ class TcpConnection:
 
     def is_closed(self):
         """Return whether close() has been called."""
-        return self.sock.fileno() < 0
+        return self not in self.master_server.connections
 
     def close(self, now):
         """Close the connection at once and tell the session. A second call does nothing."""
@@ -12805,7 +12805,7 @@ class TlsConnection(TcpConnection):
                 self.sock.shake_hands()
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
+        except (OSError, ValueError):           # the second, if the peer has reset the connection
             self.tally.malformed += 1
             self.close(now)
             return

@@ -9454,8 +9454,15 @@ class HttpsTest(unittest.TestCase):
             elif ends == 1:
                 socket.socket.shutdown(client, socket.SHUT_WR)
             client.close()
+        reset = struct.pack("ii", 1, 0)
+        for data in (b"", b"\x16", b"\x16\3\1\0\5hello", b"GET / HTTP/1.1\r\n") * 20:
+            client_socket = connect(server, "https")
+            client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            client_socket.sendall(data)
+            client_socket.close()
         eventually(lambda: not server.connections)
         self.assertEqual(server.tallies["https"].errors, 0)
+        self.assertEqual(dict(server.connections_by_source), {})
 
     def test_a_renewed_certificate(self) -> None:
         """It is taken up by itself; a pair that does not fit leaves the old one in force."""
