@@ -13074,7 +13074,7 @@ def tls_context(certificate_path, key_path):
     import ssl                          # only TLS needs the module
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.options |= getattr(ssl, "OP_NO_RENEGOTIATION", 0)       # older versions of PyPy lack it
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(certificate_path, key_path, password="")
