@@ -15213,9 +15213,10 @@ class Upstreams:
                 return
             upstream_list = waiting_lists[turn % len(waiting_lists)]
             has_room = len(self.unanswered) < max_unanswered
-            if not has_room and self.is_new(upstream_list):
-                return
-            self.query_next(upstream_list)
+            if has_room or not self.is_new(upstream_list):
+                self.query_next(upstream_list)
+            else:
+                upstream_list.waiting.rotate(-1)        # to the end, until there is room
 
     def is_new(self, upstream_list):
         """Return whether the next server of an UpstreamList is not queried yet."""
