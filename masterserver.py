@@ -597,7 +597,7 @@ UPSTREAM_FORM = ("GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, 
                  "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST")
 UPSTREAM_HOST = re.compile("[A-Za-z0-9._:-]{1,253}")
 # A gamename and a protocol number, in a form that metrics can show
-UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (-?[0-9]{1,9})")
+UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8})")
 HTTPS_PORT = 443
 WEB_PORTS = {"http": 80, "https": HTTPS_PORT}
 
@@ -3656,8 +3656,9 @@ class Poller(UdpProtocol):
     """Queries game servers for their state, from one UDP port, evenly over the interval.
 
     An answer counts only if it comes from the address and port that were queried, and while a
-    query to them is open. The poller queries only servers that the ini names or from whose address
-    a proven packet came. The protocols see to that, because only they add targets.
+    query to them is open. The poller queries only servers that the ini names, that another master's
+    list names, or from whose address a proven packet came. The protocols see to that, because only
+    they add targets.
 
     A newcomer is a target that has announced itself and is not listed yet. Listed servers are
     queried first, and the sources of newcomers take turns, so that servers that never answer do
@@ -4024,8 +4025,8 @@ class PolledGame(Querier):
         The server may be listed or a target already. `name` is the name that it has announced, or
         None if the announcement had none. Raise Refused if the server may not be queried."""
         poller = self.poller
-        self.forget_unlisted_found(source, port)
         self.check_newcomer(source, port, name)
+        self.forget_unlisted_found(source, port)
         is_new = poller.find(self, source, port) is None
         if is_new:
             self.add_newcomer(source, port, now)
@@ -4052,7 +4053,7 @@ class PolledGame(Querier):
         else:
             is_pinned = target is not None and target.pinned
             registry.check_admission(key, source, name, is_pinned)
-        if target is None:
+        if target is None or target.found is not None:
             counts = self.poller.sources
             self.rules.check_source_limit(counts, source, "queried")
 
@@ -15045,7 +15046,8 @@ def web_socket(host, port, tls, address=""):
 # other threads for that time, and with them the event loop.
 
 JSON_DECODER = json.JSONDecoder()
-JSON_BLANKS = re.compile(r"[ \t\r\n]*")
+# More blanks in a row are an error, because one call that skips megabytes takes too long
+JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
 
 
 def json_array(text, name):
@@ -15187,6 +15189,9 @@ def fetch_upstream(upstream, own_addresses, host_addresses):
     fetch = FOUND_LISTS[upstream.game]
     entries = fetch(upstream, upstream_address)
     named_servers = list(itertools.islice(entries, UPSTREAM_ADDRESSES))
+    # With a low rate the next fetch may come before the last server was queried. In another order
+    # each time, all of them get their turn
+    RANDOM.shuffle(named_servers)
     look_up_names([server.address for server in named_servers], host_addresses)
     servers = {}
     for server in with_pauses(named_servers):
@@ -15576,9 +15581,10 @@ class Upstreams:
                 return
             upstream_list = waiting_lists[turn % len(waiting_lists)]
             has_room = len(self.unanswered) < max_unanswered
-            if not has_room and self.is_new(upstream_list):
-                return
-            self.query_next(upstream_list)
+            if has_room or not self.is_new(upstream_list):
+                self.query_next(upstream_list)
+            else:
+                upstream_list.waiting.rotate(-1)        # to the end, until there is room
 
     def is_new(self, upstream_list):
         """Return whether the next server of an UpstreamList is not queried yet."""
