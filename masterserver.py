@@ -12718,7 +12718,7 @@ class TlsSocket:
     TcpConnection uses.
 
     Wherever the layer has to wait for the peer, BlockingIOError is raised, as by a socket. Any
-    fault of the peer is an OSError."""
+    fault of the peer is an OSError. (PyPy raises a RuntimeError if OpenSSL has no text for it.)"""
 
     def __init__(self, sock, context):
         """Take over the socket. `context` is an ssl.SSLContext with a certificate."""
@@ -12736,6 +12736,8 @@ class TlsSocket:
             self.tls.do_handshake()
         except self.waiting_errors:
             raise BlockingIOError from None
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
 
     def recv(self, max_bytes):
         """Return data of the peer, b"" if it has ended its side.
@@ -12748,6 +12750,8 @@ class TlsSocket:
                 data += self.tls.recv(max_bytes)
         except self.waiting_errors:
             raise BlockingIOError from None
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
         return data
 
     def send(self, data):
@@ -12760,6 +12764,8 @@ class TlsSocket:
                 sent += self.tls.send(view[sent:])
             except self.waiting_errors:
                 break
+            except RuntimeError as error:
+                raise OSError(str(error)) from None
         if view and not sent:
             raise BlockingIOError
         return sent
@@ -12778,7 +12784,7 @@ class TlsSocket:
         """Send a close_notify, if there is room for it. The peer need not answer it.
 
         A ValueError says that one was sent before, an OSError that the connection is broken."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             self.tls.unwrap()
 
 
