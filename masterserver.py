@@ -12201,6 +12201,7 @@ class ProtocolEntry(NamedTuple):
     offset: int                     # is added to the port in the setting
     make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
     tls_setting: str = ""           # its further ports, at which it is encrypted by TLS
+    uses_tls: bool = False          # True in the copy of an entry that is for these ports
 
 
 PROTOCOLS = (
@@ -12713,79 +12714,156 @@ TLS_HANDSHAKE_RECORD = b"\x16"
 TLS_HANDSHAKE_S = HTTP_REQUEST_S        # the time for a handshake, as for a request
 
 
+# A TLS connection may receive so many bytes without any data for its session, such as those of the
+# handshake. OpenSSL takes 14 us for a KeyUpdate of 27 bytes; without a limit, one peer that sends
+# nothing else could keep the event loop busy
+TLS_SPARE_BYTES = 32768
+# Each byte of data allows so many more. A record with one byte of data has 23 to 30 bytes
+TLS_SPARE_PER_BYTE = 32
+TLS_READ_BYTES = 16384                  # are decrypted at once, before other connections are served
+TLS_WRITE_BYTES = 65536                 # are encrypted at once
+TLS_UNSENT_BYTES = 65536                # of answers of the layer itself, which a peer does not read
+
+
 class TlsSocket:
     """The TLS layer of an accepted, non-blocking socket, with those methods of a socket that
     TcpConnection uses.
 
-    Wherever the layer has to wait for the peer, BlockingIOError is raised, as by a socket. Any
-    fault of the peer is an OSError. (PyPy raises a RuntimeError if OpenSSL has no text for it.)"""
+    OpenSSL does not read from the socket itself: it is given a bounded number of bytes at a time.
+    Wherever the peer has to be waited for, BlockingIOError is raised, as by a socket. Any fault of
+    the peer is an OSError."""
 
     def __init__(self, sock, context):
         """Take over the socket. `context` is an ssl.SSLContext with a certificate."""
         import ssl                      # it is loaded already, because the context was made by it
-        self.waiting_errors = ssl.SSLWantReadError, ssl.SSLWantWriteError
-        self.tls = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self.sock = sock
+        self.waiting_error = ssl.SSLWantReadError
+        self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
+        self.encrypted = ssl.MemoryBIO()        # what OpenSSL has encrypted
+        self.tls = context.wrap_bio(self.received, self.encrypted, server_side=True)
+        self.unsent = b""               # encrypted bytes for which the socket had no room yet
+        self.unsent_data_bytes = 0      # the bytes of data in it, which send() has not counted yet
+        self.spare_bytes = TLS_SPARE_BYTES
+        self.raw_bytes = 0              # what the last read_socket() has read
+        # True if recv() has something to return that the selector does not see: data that came with
+        # the end of the handshake, or a close_notify that came with data
+        self.has_more = False
 
     def fileno(self):
         """Return the socket's file descriptor, -1 if it is closed."""
-        return self.tls.fileno()
+        return self.sock.fileno()
 
     def shake_hands(self):
         """Go on with the handshake. Raise BlockingIOError if it is not complete yet."""
+        if not self.read_socket():
+            raise ConnectionError("ended within the handshake")
+        self.spend_spare_bytes(data_bytes=0)
         try:
             self.tls.do_handshake()
-        except self.waiting_errors:
+        except self.waiting_error:
             raise BlockingIOError from None
-        except RuntimeError as error:
+        except RuntimeError as error:           # PyPy's, if OpenSSL has no text for an error
             raise OSError(str(error)) from None
+        finally:
+            self.flush()                # the next part of the handshake, or an alert
+
+    def read_socket(self):
+        """Give OpenSSL the next bytes from the socket. Return False if the peer has ended."""
+        raw = self.sock.recv(TLS_READ_BYTES)
+        self.raw_bytes = len(raw)
+        self.received.write(raw)
+        return bool(raw)
+
+    def spend_spare_bytes(self, data_bytes):
+        """Count the bytes that read_socket() has read, which had `data_bytes` of data in them.
+
+        Raise OSError if too many had none."""
+        spare_bytes = self.spare_bytes + TLS_SPARE_PER_BYTE * data_bytes - self.raw_bytes
+        if spare_bytes < 0:
+            raise OSError("too many bytes without data")
+        self.spare_bytes = min(spare_bytes, TLS_SPARE_BYTES)
 
     def recv(self, max_bytes):
-        """Return data of the peer, b"" if it has ended its side.
+        """Return data of the peer, b"" if it has ended its side. They are at most TLS_READ_BYTES,
+        whatever `max_bytes` is."""
+        if self.has_more:
+            self.has_more = False
+            self.raw_bytes = 0
+        elif not self.read_socket():
+            return b""
+        return self.decrypted()
 
-        All of a record is returned, because the selector does not see data that the layer has
-        decrypted already."""
+    def decrypted(self):
+        """Return all data that OpenSSL can decrypt now, b"" if the peer has ended its side.
+
+        Raise BlockingIOError if there are none yet."""
+        data = b""
         try:
-            data = self.tls.recv(max_bytes)
-            while self.tls.pending():
-                data += self.tls.recv(max_bytes)
-        except self.waiting_errors:
-            raise BlockingIOError from None
+            piece = self.tls.read(RECV_BYTES)
+            while piece:
+                data += piece
+                piece = self.tls.read(RECV_BYTES)
+            self.has_more = bool(data)          # the end, which the next call returns
+        except self.waiting_error:
+            if not data:
+                raise BlockingIOError from None
         except RuntimeError as error:
             raise OSError(str(error)) from None
+        finally:
+            self.spend_spare_bytes(len(data))
+            # OpenSSL may have answered something itself. A peer that never reads is given up
+            if not self.flush() and len(self.unsent) > TLS_UNSENT_BYTES:
+                raise OSError("the peer does not read")
         return data
 
     def send(self, data):
-        """Send as much of the data as the socket has room for, and return the number of bytes."""
+        """Send as much of the data as the socket has room for, and return the number of bytes.
+
+        If some could not be sent, the next call has to begin with them, as TcpConnection does."""
+        if not self.flush():
+            raise BlockingIOError
         view = memoryview(data)
-        sent = 0
-        # One call sends one record, which has up to 16 kB
-        while sent < len(view):
-            try:
-                sent += self.tls.send(view[sent:])
-            except self.waiting_errors:
-                break
-            except RuntimeError as error:
-                raise OSError(str(error)) from None
+        sent = self.unsent_data_bytes
+        self.unsent_data_bytes = 0
+        try:
+            while sent < len(view):
+                written = self.tls.write(view[sent:sent + TLS_WRITE_BYTES])
+                if not self.flush():
+                    self.unsent_data_bytes = written
+                    break
+                sent += written
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
         if view and not sent:
             raise BlockingIOError
         return sent
 
+    def flush(self):
+        """Send what OpenSSL has encrypted. Return False if the socket has no room for all of it."""
+        if self.encrypted.pending:
+            self.unsent += self.encrypted.read()
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                sent = self.sock.send(self.unsent)
+                self.unsent = self.unsent[sent:]
+        return not self.unsent
+
     def shutdown(self, how):
         """Tell the peer by close_notify that nothing follows, and close our side as `how` says."""
         self.notify_close()
-        self.tls.shutdown(how)
+        self.sock.shutdown(how)
 
     def close(self):
         """Close the socket, with a close_notify."""
         self.notify_close()
-        self.tls.close()
+        self.sock.close()
 
     def notify_close(self):
-        """Send a close_notify, if there is room for it. The peer need not answer it.
-
-        A ValueError says that one was sent before, an OSError that the connection is broken."""
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
+        """Send a close_notify, if there is room for it. The peer need not answer it."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
             self.tls.unwrap()
+        with contextlib.suppress(OSError):
+            self.flush()
 
 
 class TlsConnection(TcpConnection):
@@ -12804,7 +12882,7 @@ class TlsConnection(TcpConnection):
     def on_readable(self, now):
         """Go on with the handshake. After it, read as TcpConnection does."""
         if self.is_session_begun:
-            super().on_readable(now)
+            self.read_data(now)
             return
         try:
             is_tls = isinstance(self.sock, TlsSocket) or self.begin_tls()
@@ -12812,7 +12890,7 @@ class TlsConnection(TcpConnection):
                 self.sock.shake_hands()
         except (BlockingIOError, InterruptedError):
             return
-        except (OSError, ValueError):           # the second, if the peer has reset the connection
+        except OSError:
             self.tally.malformed += 1
             self.close(now)
             return
@@ -12820,11 +12898,18 @@ class TlsConnection(TcpConnection):
         self.deadline = math.inf
         if is_tls:
             self.session.encrypted()
-            # The request may have come with the end of the handshake
-            super().on_readable(now)
+            self.sock.has_more = True
+            self.read_data(now)
         else:
             self.session = self.listener.protocol.plain_refusal(self.address, now)
             self.answer(now, self.session.opened)
+
+    def read_data(self, now):
+        """Read as TcpConnection does, and what the selector does not see as well."""
+        super().on_readable(now)
+        waits_for_input = self.events == selectors.EVENT_READ
+        if waits_for_input and isinstance(self.sock, TlsSocket) and self.sock.has_more:
+            super().on_readable(now)
 
     def begin_tls(self):
         """Return True, and put TLS over the socket, if the peer has begun a handshake.
@@ -12836,10 +12921,7 @@ class TlsConnection(TcpConnection):
             raise ConnectionError("ended before the handshake")
         if first_byte != TLS_HANDSHAKE_RECORD:
             return False
-        # The selector must not keep the object that the TLS layer takes over
-        self.wait_for(NO_EVENTS)
         self.sock = TlsSocket(self.sock, self.master_server.certificate.context)
-        self.wait_for(selectors.EVENT_READ)
         return True
 
     def tick(self, now):
@@ -13011,11 +13093,9 @@ class Certificate(NamedTuple):
 
 
 def load_certificate(settings):
-    """Return the Certificate that the settings name, or None if they name no port for HTTPS.
+    """Return the Certificate that the settings name.
 
-    Raise SettingsError if the files cannot be used."""
-    if not settings["http.https_ports"]:
-        return None
+    Raise SettingsError if they name none, or if its files cannot be used."""
     certificate_path = settings.file("http.certificate")
     if not certificate_path:
         raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
@@ -13031,15 +13111,16 @@ def load_certificate(settings):
 
 
 @contextlib.contextmanager
-def naming_tls_file(key, path):
+def naming_tls_file(setting, path):
     """Turn OSError and ValueError, raised in the `with` block, into a SettingsError that names the
-    setting [http] `key` and its file."""
+    setting [http] `setting` and its file."""
     try:
         yield
     except OSError as error:
-        raise SettingsError("[http] %s = %s: %s" % (key, path, error.strerror or error)) from None
+        raise SettingsError("[http] %s = %s: %s" % (
+            setting, path, error.strerror or error)) from None
     except ValueError as error:
-        raise SettingsError("[http] %s = %s: %s" % (key, path, error)) from None
+        raise SettingsError("[http] %s = %s: %s" % (setting, path, error)) from None
 
 
 def read_expiry(path):
@@ -13084,11 +13165,14 @@ def tls_context(certificate_path, key_path):
     context.options |= getattr(ssl, "OP_NO_RENEGOTIATION", 0)       # older versions of PyPy lack it
     context.set_alpn_protocols(["http/1.1"])
     try:
+        # With a password, OpenSSL does not ask for one at the terminal
         context.load_cert_chain(certificate_path, key_path, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError("the key in %s does not belong to it" % key_path) from None
-        raise ValueError("it, or its key, cannot be used: %s" % (error.reason or error)) from None
+        # OpenSSL does not say which of the two files is wrong
+        raise ValueError("it, or the key in %s, cannot be used: %s"
+                         % (key_path, error.reason or "damaged")) from None
     return context
 
 
@@ -15658,7 +15742,10 @@ class MasterServer:
         name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
-        self.certificate = load_certificate(self.settings)
+        self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
+        if self.settings["http.https_ports"]:
+            self.certificate = load_certificate(self.settings)
+        self.certificate_trouble = ""       # why the present files could not be used
         self.next_certificate_warning = 0.0
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
@@ -15859,7 +15946,7 @@ class MasterServer:
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= LOOP_DELAY_FADES
         if self.certificate:
-            self.guarded(self.check_certificate, now, time.time())
+            self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
@@ -15874,13 +15961,15 @@ class MasterServer:
         if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
 
-    def check_certificate(self, now, wall):
+    def check_certificate(self, certificate, now, wall):
         """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
         day in the log. `now` and `wall` are the same moment by both clocks."""
-        left_s = self.certificate.expires - wall
+        left_s = certificate.expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
+        self.health.pop("certificate", None)
+        if self.certificate_trouble:
+            self.health["certificate"] = self.certificate_trouble
         if left_s > CERTIFICATE_WARNING_S:
-            self.health.pop("certificate", None)
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
@@ -15981,7 +16070,8 @@ class MasterServer:
             self.protocols.append(protocol)
             if entry.transport:
                 problems += self.open_sockets(entry, protocol, ports)
-                tls_entry = entry._replace(name=entry.name + "s", setting=entry.tls_setting)
+                tls_entry = entry._replace(
+                    name=entry.name + "s", setting=entry.tls_setting, uses_tls=True)
                 problems += self.open_sockets(tls_entry, protocol, tls_ports)
         if problems:
             raise StartError("\n".join(problems))
@@ -16068,8 +16158,7 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            uses_tls = bool(entry.tls_setting) and entry.setting == entry.tls_setting
-            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally, uses_tls)
+            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
             self.tcp_listeners.append(tcp_listener)
             on_readable = tcp_listener.on_readable
         else:
@@ -16099,19 +16188,33 @@ class MasterServer:
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
             read_text_files(new_settings)
-            new_certificate = load_certificate(new_settings)
         except SettingsError as error:
             log.error("the old settings stay in force: %s", error)
             return
         # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
         # names another file, the next tick sees a difference and calls reload() once more
         changed = adopt_settings(self.settings, new_settings)
-        if self.certificate and new_certificate:
-            self.certificate = new_certificate
-            self.next_certificate_warning = 0.0
+        if self.certificate:
+            self.renew_certificate(self.certificate)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
+
+    def renew_certificate(self, old_certificate):
+        """Take the certificate from its files again. If they cannot be used, log why, and keep the
+        old one."""
+        try:
+            certificate = load_certificate(self.settings)
+        except SettingsError as error:
+            self.certificate_trouble = str(error)
+            log.error("the old certificate stays in force: %s", error)
+            return
+        self.certificate = certificate
+        self.certificate_trouble = ""
+        if certificate.expires != old_certificate.expires:
+            self.next_certificate_warning = 0.0
+            log.info("a new certificate is in force, which expires on %s",
+                     utc_datetime(certificate.expires).date())
 
     def apply_settings(self, now):
         """Let changed settings take effect in the registry, the protocols and the log. Close the

@@ -9499,13 +9499,16 @@ class HttpsTest(unittest.TestCase):
         before = served()
         other_folder = tempfile.TemporaryDirectory()
         self.addCleanup(other_folder.cleanup)
-        others = make_certificate(other_folder.name, "localhost")
+        others = make_certificate(other_folder.name, "localhost", days=40)
         with self.assertLogs("masterserver", "ERROR") as logged:
             os.replace(others[0], paths[0])
             eventually(lambda: "does not belong to it" in "".join(logged.output))
         self.assertEqual(served(), before)
-        os.replace(others[1], paths[1])
-        eventually(lambda: served() != before)
+        eventually(lambda: "does not belong to it" in server.health.get("certificate", ""))
+        with self.assertLogs("masterserver", "INFO") as logged:
+            os.replace(others[1], paths[1])
+            eventually(lambda: served() != before)
+        self.assertIn("a new certificate is in force, which expires on 2", "".join(logged.output))
 
     def test_files_that_cannot_be_used(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -9579,11 +9582,33 @@ class HttpsTest(unittest.TestCase):
                     (day, 987.5 * day, "expires in 12 days", 1),
                     (day + 2, 987.6 * day, "expires in 12 days", 2),
                     (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
-                server.check_certificate(now, wall)
+                server.check_certificate(server.certificate, now, wall)
                 self.assertIn(trouble, server.health.get("certificate", ""))
                 self.assertEqual((bool(trouble), log.warning.call_count),
                                  ("certificate" in server.health, warnings_so_far))
                 self.assertEqual(server.gauges["certificate_expires_seconds"], 1000 * day - wall)
+
+    def test_records_without_data_are_bounded(self) -> None:
+        """A peer that sends nothing else, such as KeyUpdates, is closed; tiny records are not."""
+        for rows, refused in (
+                ([(16384, 0), (16384, 0)], False), ([(16384, 0), (16384, 0), (1, 0)], True),
+                ([(30, 1)] * 10000, False), ([(270, 1)] * 200, True),
+                ([(16384, 16000)] * 10 + [(16384, 0)] * 2, False)):
+            layer = ms.TlsSocket.__new__(ms.TlsSocket)
+            layer.spare_bytes = ms.TLS_SPARE_BYTES
+            was_refused = False
+            for layer.raw_bytes, data_bytes in rows:
+                try:
+                    layer.spend_spare_bytes(data_bytes)
+                except OSError:
+                    was_refused = True
+            self.assertEqual(was_refused, refused, rows[:3])
+        server = self.start()
+        client = self.connect(server)
+        with contextlib.suppress(OSError):          # a record of 16 kB that never ends, thrice
+            for _ in range(3):
+                socket.socket.sendall(client, b"\x17\x03\x03\x40\x00" + bytes(16300))
+        eventually(lambda: not server.connections)
 
     def test_mutated_records(self) -> None:
         """No fault, and nothing in the log above debug."""
