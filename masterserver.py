@@ -808,7 +808,7 @@ SETTINGS = (
     Setting("http.ports", "27790, 27795", list_reader(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
     Setting("http.https_ports", "", list_reader(read_port),
-            "TCP ports of the same by HTTPS, such as 443; empty: none.", live=False),
+            "TCP ports of the page and the lists by HTTPS, such as 443; empty: none.", live=False),
     Setting("http.certificate", "", read_without_url,
             "A PEM file with the certificate for HTTPS and its chain; read again when it changes."),
     Setting("http.key", "", read_without_url,
@@ -12711,7 +12711,8 @@ class TcpConnection:
 
 # The first byte of a TLS connection: the type of a record that belongs to the handshake
 TLS_HANDSHAKE_RECORD = b"\x16"
-TLS_HANDSHAKE_S = HTTP_REQUEST_S        # the time for a handshake, as for a request
+# The time for a handshake. The session's own deadline for the first request runs meanwhile
+TLS_HANDSHAKE_S = HTTP_REQUEST_S
 
 
 # A TLS connection may receive so many bytes without any data for its session, such as those of the
@@ -12802,6 +12803,9 @@ class TlsSocket:
             piece = self.tls.read(RECV_BYTES)
             while piece:
                 data += piece
+                # To look first is cheaper than an exception for each request
+                if not (self.received.pending or self.tls.pending()):
+                    return data
                 piece = self.tls.read(RECV_BYTES)
             self.has_more = bool(data)          # the end, which the next call returns
         except self.waiting_error:
