@@ -426,6 +426,29 @@ def read_host_and_port(text):
     return read_endpoint(text)
 
 
+class MasterPlace(NamedTuple):
+    """Where a master is, as the user of a tool names it."""
+
+    host: str
+    port: Optional[int]                 # None for the game's default
+    tls: bool                           # whether to speak HTTPS
+
+
+def read_master_place(text):
+    """Return the MasterPlace for https://HOST[:PORT] or for a text that read_host_and_port() reads.
+
+    Raise ValueError for any other text."""
+    scheme, separator, after_scheme = text.partition("://")
+    if not separator:
+        host, port = read_host_and_port(text)
+        return MasterPlace(host, port, tls=False)
+    place = after_scheme.rstrip("/")
+    if scheme != "https" or "/" in place:
+        raise ValueError("expected HOST[:PORT] or https://HOST[:PORT]")
+    host, port = read_host_and_port(place)
+    return MasterPlace(host, port or HTTPS_PORT, tls=True)
+
+
 def endpoint_text(host, port):
     """Return HOST:PORT, or [HOST]:PORT for an IPv6 address."""
     if ":" in host:
@@ -575,7 +598,8 @@ UPSTREAM_FORM = ("GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, 
 UPSTREAM_HOST = re.compile("[A-Za-z0-9._:-]{1,253}")
 # A gamename and a protocol number, in a form that metrics can show
 UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8})")
-WEB_PORTS = {"http": 80, "https": 443}
+HTTPS_PORT = 443
+WEB_PORTS = {"http": 80, "https": HTTPS_PORT}
 
 
 class Upstream(NamedTuple):
@@ -783,6 +807,12 @@ SETTINGS = (
             live=False),
     Setting("http.ports", "27790, 27795", list_reader(read_port),
             "TCP ports of the page and the lists. Iceball looks for both.", live=False),
+    Setting("http.https_ports", "", list_reader(read_port),
+            "TCP ports of the page and the lists by HTTPS, such as 443; empty: none.", live=False),
+    Setting("http.certificate", "", read_without_url,
+            "A PEM file with the certificate for HTTPS and its chain; read again when it changes."),
+    Setting("http.key", "", read_without_url,
+            "A PEM file with the certificate's key; empty: the key stands in the same file."),
     Setting("http.title", "Game servers", read_without_url, "The page's title."),
     Setting("http.url", "", read_page_url,
             "Where the page is reached from outside, as https://games.example; for links to it."),
@@ -900,6 +930,8 @@ SECRET_SECTIONS = "webhooks", "cluster"
 
 # These settings name a text file, which is read with the settings and again when it changes.
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
+# So do these, for HTTPS
+TLS_FILES = ("http.certificate", "http.key")
 
 
 class Settings:
@@ -3355,6 +3387,9 @@ class Session:
     # A function for the disk thread, or None. Its result is passed to resume()
     job: Optional[Callable[[], Any]] = None
 
+    def encrypted(self) -> None:
+        """Note that the connection is encrypted by TLS. This comes before all other calls."""
+
     def opened(self, now: float) -> bytes:
         """Return the bytes that the master sends first on a new connection."""
         return b""
@@ -3409,6 +3444,12 @@ class TcpProtocol:
         session = Session()
         session.done = True
         return session
+
+    def plain_refusal(self, address: str, now: float) -> Session:
+        """Return the session for a client that does not speak TLS, at a port for TLS.
+
+        As in refusal(), it has `done` set."""
+        return self.refusal(address, now)
 
     def serves(self, server: Server) -> bool:
         """Return whether this server announces itself here; see UdpProtocol.serves()."""
@@ -8147,7 +8188,7 @@ class Luanti(TcpProtocol, PolledGame):
         settings = self.core.settings
         if server.game != self.game or not settings["luanti.enabled"]:
             return False
-        return bool(settings["http.ports"])
+        return bool(settings["http.ports"] or settings["http.https_ports"])
 
     def on_http_announcement(self, source, port, fields, now):
         """Handle a "start" or an "update" from the game server at this address and port.
@@ -10524,13 +10565,13 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         """Return the value of the header field Server."""
         return "masterserver/" + __version__
 
-    def encode(self, response):
-        """Return the bytes of an HttpResponse to this request.
+    def encode(self, response, extra_fields=NO_FIELDS):
+        """Return the bytes of an HttpResponse to this request, with these further header fields.
 
         A response to HEAD, or with status 304, has no body, but its head gives the body's
         length."""
         body = response.body
-        fields = {**DEFAULT_FIELDS, **response.fields}
+        fields = {**DEFAULT_FIELDS, **extra_fields, **response.fields}
         takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
         if takes_gzip and len(body) >= GZIP_MIN_BYTES:
             body = response.gzipped_body
@@ -10573,8 +10614,15 @@ class HttpSession(Session):
         # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.cache
+        self.extra_fields = NO_FIELDS   # header fields of all responses on this connection
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
+
+    def encrypted(self):
+        """Note that the connection is encrypted. Its responses may have one more header field."""
+        self.extra_fields = self.web.encrypted_fields
+        if not self.is_proxy:
+            self.cache = self.web.encrypted_cache
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -10647,12 +10695,12 @@ class HttpSession(Session):
         web = self.web
         if self.must_close_after(response.status):
             request.close_connection = True
-        data = request.encode(response)
+        data = request.encode(response, self.extra_fields)
         cached = CachedResponse(data, request.close_connection, (request.route, request.status))
         web.request_counts[cached.count_key] += 1
         is_public = "ETag" in response.fields
         if is_public and not self.is_proxy and not request.body:
-            web.remember(request.head, cached)
+            web.remember(self.cache, request.head, cached)
         self.buffer = self.buffer[request.body_bytes:]
         self.request = None
         self.done = cached.closes_connection
@@ -10709,6 +10757,16 @@ class RefusedConnection(HttpSession):
         return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
 
 
+class PlainConnection(HttpSession):
+    """A connection without TLS at a port for HTTPS. It is answered with 400 and closed."""
+
+    def opened(self, now):
+        """Return the bytes of the response, without waiting for a request."""
+        response = self.refuse(HttpError(400, "This port speaks HTTPS; write https://."), now)
+        self.done = True
+        return response
+
+
 # --- All connections -----------------------------------------------------------------------------
 
 class Web(TcpProtocol):
@@ -10725,8 +10783,10 @@ class Web(TcpProtocol):
         self.registry = core.registry
         self.rules = core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
-        self.cache: Dict[bytes, CachedResponse] = {}            # by the bytes of the request
-        self.cache_bytes = 0
+        # Whole responses by the bytes of the request: by HTTP, and by HTTPS
+        self.cache: Dict[bytes, CachedResponse] = {}
+        self.encrypted_cache: Dict[bytes, CachedResponse] = {}
+        self.cache_bytes = 0            # the size of both together
         self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
@@ -10740,6 +10800,10 @@ class Web(TcpProtocol):
     def refusal(self, address, now):
         """Return the session for a new connection that exceeds a limit."""
         return RefusedConnection(self, address, now)
+
+    def plain_refusal(self, address, now):
+        """Return the session for a client that speaks HTTP without TLS at a port for HTTPS."""
+        return PlainConnection(self, address, now)
 
     def serves(self, server):
         """Is the server's game one of the operator's own? All other games have protocols."""
@@ -10755,6 +10819,10 @@ class Web(TcpProtocol):
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
+        self.encrypted_fields = NO_FIELDS
+        if settings["http.url"].startswith("https:"):
+            # Browsers that have come by HTTPS once use nothing else for a day
+            self.encrypted_fields = {"Strict-Transport-Security": "max-age=%d" % DAY}
         self.registry.forget_entries()      # rows of the list contain the titles of games
         self.forget_responses()
 
@@ -10772,19 +10840,23 @@ class Web(TcpProtocol):
     def forget_responses(self):
         """Empty the caches of lists and of whole responses."""
         self.lists.clear()
+        self.empty_caches()
+
+    def empty_caches(self):
+        """Empty the caches of whole responses."""
         self.cache.clear()
+        self.encrypted_cache.clear()
         self.cache_bytes = 0
 
-    def remember(self, request_head, cached):
-        """Cache a CachedResponse for requests with the same head.
+    def remember(self, cache, request_head, cached):
+        """Cache a CachedResponse for requests with the same head, in one of the two caches.
 
-        A full cache is emptied first. It fills again within a second."""
+        If they are full, both are emptied first. They fill again within a second."""
         size = len(request_head) + len(cached.data)
+        if self.cache_bytes + size > HTTP_CACHE_BYTES:
+            self.empty_caches()
         self.cache_bytes += size
-        if self.cache_bytes > HTTP_CACHE_BYTES:
-            self.cache.clear()
-            self.cache_bytes = size
-        self.cache[request_head] = cached
+        cache[request_head] = cached
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -11918,6 +11990,7 @@ METRICS = {
     "loop_delay_max_seconds": "The longest round of the event loop in the last minutes.",
     "connections": "Open connections.",
     "http_requests_total": "HTTP requests by route and status.",
+    "certificate_expires_seconds": "Seconds until the certificate for HTTPS expires.",
     "news_dropped_total": "News that was not told, as there was too much in that minute.",
     "generation": "How often a list has changed: a number that grows.",
     "cluster_connected": "1 while the link to the other masters works.",
@@ -12127,6 +12200,8 @@ class ProtocolEntry(NamedTuple):
     setting: str                    # its port, or ports; "" for any free port
     offset: int                     # is added to the port in the setting
     make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
+    tls_setting: str = ""           # its further ports, at which it is encrypted by TLS
+    uses_tls: bool = False          # True in the copy of an entry that is for these ports
 
 
 PROTOCOLS = (
@@ -12136,7 +12211,7 @@ PROTOCOLS = (
     ProtocolEntry("subspace", "udp", "subspace.port", 1, SubSpacePing),
     ProtocolEntry("aio", "tcp", "aio.port", 0, Aio),
     ProtocolEntry("quake3", "udp", "quake3.port", 0, Quake3),
-    ProtocolEntry("http", "tcp", "http.ports", 0, Web),
+    ProtocolEntry("http", "tcp", "http.ports", 0, Web, "http.https_ports"),
     ProtocolEntry("luanti", "", "", 0, Luanti),
     # The last one, because its tick then queries servers that the others have just named
     ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
@@ -12619,7 +12694,7 @@ class TcpConnection:
 
     def is_closed(self):
         """Return whether close() has been called."""
-        return self.sock.fileno() < 0
+        return self not in self.master_server.connections
 
     def close(self, now):
         """Close the connection at once and tell the session. A second call does nothing."""
@@ -12632,6 +12707,231 @@ class TcpConnection:
         for key in source_keys(self.address):
             decrement(self.master_server.connections_by_source, key)
         self.master_server.guarded(self.session.closed, now)
+
+
+# The first byte of a TLS connection: the type of a record that belongs to the handshake
+TLS_HANDSHAKE_RECORD = b"\x16"
+# The time for a handshake. The session's own deadline for the first request runs meanwhile
+TLS_HANDSHAKE_S = HTTP_REQUEST_S
+
+
+# A TLS connection may receive so many bytes without any data for its session, such as those of the
+# handshake. OpenSSL takes 14 us for a KeyUpdate of 27 bytes; without a limit, one peer that sends
+# nothing else could keep the event loop busy
+TLS_SPARE_BYTES = 32768
+# Each byte of data allows so many more. A record with one byte of data has 23 to 30 bytes
+TLS_SPARE_PER_BYTE = 32
+TLS_READ_BYTES = 16384                  # are decrypted at once, before other connections are served
+TLS_WRITE_BYTES = 65536                 # are encrypted at once
+TLS_UNSENT_BYTES = 65536                # of answers of the layer itself, which a peer does not read
+
+
+class TlsSocket:
+    """The TLS layer of an accepted, non-blocking socket, with those methods of a socket that
+    TcpConnection uses.
+
+    OpenSSL does not read from the socket itself: it is given a bounded number of bytes at a time.
+    Wherever the peer has to be waited for, BlockingIOError is raised, as by a socket. Any fault of
+    the peer is an OSError."""
+
+    def __init__(self, sock, context):
+        """Take over the socket. `context` is an ssl.SSLContext with a certificate."""
+        import ssl                      # it is loaded already, because the context was made by it
+        self.sock = sock
+        self.waiting_error = ssl.SSLWantReadError
+        self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
+        self.encrypted = ssl.MemoryBIO()        # what OpenSSL has encrypted
+        self.tls = context.wrap_bio(self.received, self.encrypted, server_side=True)
+        self.unsent = b""               # encrypted bytes for which the socket had no room yet
+        self.unsent_data_bytes = 0      # the bytes of data in it, which send() has not counted yet
+        self.spare_bytes = TLS_SPARE_BYTES
+        self.raw_bytes = 0              # what the last read_socket() has read
+        # True if recv() has something to return that the selector does not see: data that came with
+        # the end of the handshake, or a close_notify that came with data
+        self.has_more = False
+
+    def fileno(self):
+        """Return the socket's file descriptor, -1 if it is closed."""
+        return self.sock.fileno()
+
+    def shake_hands(self):
+        """Go on with the handshake. Raise BlockingIOError if it is not complete yet."""
+        if not self.read_socket():
+            raise ConnectionError("ended within the handshake")
+        self.spend_spare_bytes(data_bytes=0)
+        try:
+            self.tls.do_handshake()
+        except self.waiting_error:
+            raise BlockingIOError from None
+        except RuntimeError as error:           # PyPy's, if OpenSSL has no text for an error
+            raise OSError(str(error)) from None
+        finally:
+            self.flush()                # the next part of the handshake, or an alert
+
+    def read_socket(self):
+        """Give OpenSSL the next bytes from the socket. Return False if the peer has ended."""
+        raw = self.sock.recv(TLS_READ_BYTES)
+        self.raw_bytes = len(raw)
+        self.received.write(raw)
+        return bool(raw)
+
+    def spend_spare_bytes(self, data_bytes):
+        """Count the bytes that read_socket() has read, which had `data_bytes` of data in them.
+
+        Raise OSError if too many had none."""
+        spare_bytes = self.spare_bytes + TLS_SPARE_PER_BYTE * data_bytes - self.raw_bytes
+        if spare_bytes < 0:
+            raise OSError("too many bytes without data")
+        self.spare_bytes = min(spare_bytes, TLS_SPARE_BYTES)
+
+    def recv(self, max_bytes):
+        """Return data of the peer, b"" if it has ended its side. They are at most TLS_READ_BYTES,
+        whatever `max_bytes` is."""
+        if self.has_more:
+            self.has_more = False
+            self.raw_bytes = 0
+        elif not self.read_socket():
+            return b""
+        return self.decrypted()
+
+    def decrypted(self):
+        """Return all data that OpenSSL can decrypt now, b"" if the peer has ended its side.
+
+        Raise BlockingIOError if there are none yet."""
+        data = b""
+        try:
+            piece = self.tls.read(RECV_BYTES)
+            while piece:
+                data += piece
+                # To look first is cheaper than an exception for each request
+                if not (self.received.pending or self.tls.pending()):
+                    return data
+                piece = self.tls.read(RECV_BYTES)
+            self.has_more = bool(data)          # the end, which the next call returns
+        except self.waiting_error:
+            if not data:
+                raise BlockingIOError from None
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        finally:
+            self.spend_spare_bytes(len(data))
+            # OpenSSL may have answered something itself. A peer that never reads is given up
+            if not self.flush() and len(self.unsent) > TLS_UNSENT_BYTES:
+                raise OSError("the peer does not read")
+        return data
+
+    def send(self, data):
+        """Send as much of the data as the socket has room for, and return the number of bytes.
+
+        If some could not be sent, the next call has to begin with them, as TcpConnection does."""
+        if not self.flush():
+            raise BlockingIOError
+        view = memoryview(data)
+        sent = self.unsent_data_bytes
+        self.unsent_data_bytes = 0
+        try:
+            while sent < len(view):
+                written = self.tls.write(view[sent:sent + TLS_WRITE_BYTES])
+                if not self.flush():
+                    self.unsent_data_bytes = written
+                    break
+                sent += written
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        if view and not sent:
+            raise BlockingIOError
+        return sent
+
+    def flush(self):
+        """Send what OpenSSL has encrypted. Return False if the socket has no room for all of it."""
+        if self.encrypted.pending:
+            self.unsent += self.encrypted.read()
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                sent = self.sock.send(self.unsent)
+                self.unsent = self.unsent[sent:]
+        return not self.unsent
+
+    def shutdown(self, how):
+        """Tell the peer by close_notify that nothing follows, and close our side as `how` says."""
+        self.notify_close()
+        self.sock.shutdown(how)
+
+    def close(self):
+        """Close the socket, with a close_notify."""
+        self.notify_close()
+        self.sock.close()
+
+    def notify_close(self):
+        """Send a close_notify, if there is room for it. The peer need not answer it."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            self.tls.unwrap()
+        with contextlib.suppress(OSError):
+            self.flush()
+
+
+class TlsConnection(TcpConnection):
+    """A TCP connection by TLS. Its session begins when the handshake is complete.
+
+    Until then it waits for input alone, and has TLS_HANDSHAKE_S. A client that does not speak TLS
+    gets a session that says so, without TLS."""
+
+    is_session_begun = False
+
+    def __init__(self, listener, sock, address, session, now):
+        """Start to wait for the handshake. The parameters are those of TcpConnection."""
+        super().__init__(listener, sock, address, session)
+        self.deadline = now + TLS_HANDSHAKE_S
+
+    def on_readable(self, now):
+        """Go on with the handshake. After it, read as TcpConnection does."""
+        if self.is_session_begun:
+            self.read_data(now)
+            return
+        try:
+            is_tls = isinstance(self.sock, TlsSocket) or self.begin_tls()
+            if is_tls:
+                self.sock.shake_hands()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.tally.malformed += 1
+            self.close(now)
+            return
+        self.is_session_begun = True
+        self.deadline = math.inf
+        if is_tls:
+            self.session.encrypted()
+            self.sock.has_more = True
+            self.read_data(now)
+        else:
+            self.session = self.listener.protocol.plain_refusal(self.address, now)
+            self.answer(now, self.session.opened)
+
+    def read_data(self, now):
+        """Read as TcpConnection does, and what the selector does not see as well."""
+        super().on_readable(now)
+        waits_for_input = self.events == selectors.EVENT_READ
+        if waits_for_input and isinstance(self.sock, TlsSocket) and self.sock.has_more:
+            super().on_readable(now)
+
+    def begin_tls(self):
+        """Return True, and put TLS over the socket, if the peer has begun a handshake.
+
+        Return False if it has sent something else. Raise OSError if it has sent nothing and gone.
+        """
+        first_byte = self.sock.recv(1, socket.MSG_PEEK)
+        if not first_byte:
+            raise ConnectionError("ended before the handshake")
+        if first_byte != TLS_HANDSHAKE_RECORD:
+            return False
+        self.sock = TlsSocket(self.sock, self.master_server.certificate.context)
+        return True
+
+    def tick(self, now):
+        """Close the connection if the handshake takes too long. After it, do as TcpConnection."""
+        if self.is_session_begun or now >= self.deadline:
+            super().tick(now)
 
 
 def bound_output(connections, now):
@@ -12656,8 +12956,10 @@ def bound_output(connections, now):
 class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
-    def __init__(self, master_server, name, sock, protocol, tally):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
+    def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
+        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking;
+        `uses_tls`: whether its connections are encrypted by TLS."""
+        self.uses_tls = uses_tls
         self.master_server = master_server
         self.name = name
         self.sock = sock
@@ -12715,13 +13017,20 @@ class TcpListener:
         is_refused = self.is_over_limit(address, now)
         if is_refused:
             self.tally.limited += 1
+            if self.uses_tls:
+                # A refusal in words would cost a handshake, which takes longer than most requests
+                sock.close()
+                return
             session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1
             session = protocol.session(address, now)
         self.make_room(now)
         sock.setblocking(False)
-        connection = TcpConnection(self, sock, address, session)
+        if self.uses_tls:
+            connection: TcpConnection = TlsConnection(self, sock, address, session, now)
+        else:
+            connection = TcpConnection(self, sock, address, session)
         master_server.connections[connection] = None
         for key in source_keys(address):
             master_server.connections_by_source[key] += 1
@@ -12768,6 +13077,155 @@ class TcpListener:
             if not connection.session.kept:
                 return connection
         return next(iter(connections))
+
+
+# --- The certificate for HTTPS -------------------------------------------------------------------
+
+# Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days after their
+# begin. So with 14 days left, something is wrong
+CERTIFICATE_WARNING_S = 14 * DAY
+TLS_FILE_BYTES = 1 << 20                # the most that is read of a file; a chain has some 10 kB
+PEM_CERTIFICATE = re.compile(b"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.S)
+PEM_KEY = re.compile(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----")
+
+
+class Certificate(NamedTuple):
+    """A certificate with its key, ready for connections."""
+
+    context: Any                        # an ssl.SSLContext
+    expires: float                      # seconds since 1970
+
+
+def load_certificate(settings):
+    """Return the Certificate that the settings name.
+
+    Raise SettingsError if they name none, or if its files cannot be used."""
+    certificate_path = settings.file("http.certificate")
+    if not certificate_path:
+        raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
+                            "certificate")
+    key_path = settings.file("http.key")
+    with naming_tls_file("certificate", certificate_path):
+        expires = read_expiry(certificate_path)
+    with naming_tls_file("key" if key_path else "certificate", key_path or certificate_path):
+        check_key_file(key_path or certificate_path)
+    with naming_tls_file("certificate", certificate_path):
+        context = tls_context(certificate_path, key_path or certificate_path)
+    return Certificate(context, expires)
+
+
+@contextlib.contextmanager
+def naming_tls_file(setting, path):
+    """Turn OSError and ValueError, raised in the `with` block, into a SettingsError that names the
+    setting [http] `setting` and its file."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError("[http] %s = %s: %s" % (
+            setting, path, error.strerror or error)) from None
+    except ValueError as error:
+        raise SettingsError("[http] %s = %s: %s" % (setting, path, error)) from None
+
+
+def read_expiry(path):
+    """Return when the first certificate in a PEM file expires, in seconds since 1970.
+
+    Raise OSError if the file cannot be read, and ValueError if there is no certificate in it."""
+    import ssl                          # only TLS needs the module
+    match = PEM_CERTIFICATE.search(read_pem(path))
+    if not match:
+        raise ValueError("there is no certificate in it")
+    try:
+        return expiry_of_certificate(ssl.PEM_cert_to_DER_cert(match.group().decode("ascii")))
+    except (IndexError, ValueError):
+        raise ValueError("the certificate in it is damaged") from None
+
+
+def check_key_file(path):
+    """Raise OSError if a PEM file cannot be read, and ValueError if there is no key in it, or one
+    that asks for a password."""
+    text = read_pem(path)
+    match = PEM_KEY.search(text)
+    if not match:
+        raise ValueError("there is no private key in it")
+    # The older form of an encrypted key has a header field for that
+    if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in text:
+        raise ValueError("its key asks for a password; store it without one")
+
+
+def read_pem(path):
+    """Return the bytes of a PEM file, TLS_FILE_BYTES at most."""
+    with open(path, "rb") as file:
+        return file.read(TLS_FILE_BYTES)
+
+
+def tls_context(certificate_path, key_path):
+    """Return an ssl.SSLContext for a server with this certificate and key.
+
+    Raise ValueError if they do not fit together or are damaged."""
+    import ssl                          # only TLS needs the module
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= getattr(ssl, "OP_NO_RENEGOTIATION", 0)       # older versions of PyPy lack it
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # With a password, OpenSSL does not ask for one at the terminal
+        context.load_cert_chain(certificate_path, key_path, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError("the key in %s does not belong to it" % key_path) from None
+        # OpenSSL does not say which of the two files is wrong
+        raise ValueError("it, or the key in %s, cannot be used: %s"
+                         % (key_path, error.reason or "damaged")) from None
+    return context
+
+
+# The parts of a certificate that are read here, in DER: tag, length, contents (X.509, RFC 5280,
+# section 4.1). Python has no public function for a certificate of our own
+DER_VERSION = 0xA0                      # the tag of the version, which may be missing
+DER_UTC_TIME = 0x17                     # a time with two digits for the year, from 1950 to 2049
+DER_LONG_FORM = 0x80                    # in the length: so many bytes with the length follow
+
+
+class DerValue(NamedTuple):
+    """A value in DER."""
+
+    tag: int
+    contents: bytes
+    following: bytes                    # the bytes after the value
+
+
+def read_der(data):
+    """Return the DerValue at the beginning of some bytes. Raise IndexError if there is none."""
+    tag, length = data[0], data[1]
+    start = 2
+    if length & DER_LONG_FORM:
+        start += length ^ DER_LONG_FORM
+        length = int.from_bytes(data[2:start], "big")
+    return DerValue(tag, data[start:start + length], data[start + length:])
+
+
+def expiry_of_certificate(der):
+    """Return when a certificate expires, in seconds since 1970. `der` is the certificate in DER.
+
+    Raise IndexError or ValueError if it is damaged."""
+    certificate = read_der(der)
+    to_be_signed = read_der(certificate.contents)
+    field = read_der(to_be_signed.contents)
+    if field.tag == DER_VERSION:
+        field = read_der(field.following)
+    serial_number = field
+    signature_algorithm = read_der(serial_number.following)
+    issuer = read_der(signature_algorithm.following)
+    validity = read_der(issuer.following)
+    not_before = read_der(validity.contents)
+    not_after = read_der(not_before.following)
+    text = not_after.contents.decode("ascii")
+    if not_after.tag == DER_UTC_TIME:
+        century = "19" if text >= "50" else "20"
+        text = century + text
+    expires = datetime.strptime(text, "%Y%m%d%H%M%SZ")
+    return expires.replace(tzinfo=timezone.utc).timestamp()
 
 
 # --- Threads -------------------------------------------------------------------------------------
@@ -13296,12 +13754,12 @@ class News:
 # --- What is asked of the system -----------------------------------------------------------------
 
 def file_stamps(settings):
-    """Return the state of the ini and of the text files that it names.
+    """Return the state of the ini and of the files that it names and that are read again.
 
     It is a list of (path, modification time, size), without files that do not exist. If it differs
     from an earlier one, a file has changed."""
     stamps = []
-    for path in (settings.path, *map(settings.file, TEXT_FILES)):
+    for path in (settings.path, *map(settings.file, TEXT_FILES + TLS_FILES)):
         with contextlib.suppress(OSError):
             status = os.stat(path)
             stamps.append((path, status.st_mtime_ns, status.st_size))
@@ -14615,21 +15073,21 @@ ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_m
 LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
 
 
-def list_iceball(host, port):
-    """Return the servers that an Iceball master lists."""
-    return list_json(host, port, ICEBALL_LIST)
+def list_iceball(host, port, tls=False):
+    """Return the servers that an Iceball master lists, by HTTPS if `tls` is true."""
+    return list_json(host, port, ICEBALL_LIST, tls)
 
 
-def list_luanti(host, port):
-    """Return the servers that a Luanti server list lists."""
-    return list_json(host, port, LUANTI_LIST)
+def list_luanti(host, port, tls=False):
+    """Return the servers that a Luanti server list lists, by HTTPS if `tls` is true."""
+    return list_json(host, port, LUANTI_LIST, tls)
 
 
-def list_json(host, port, json_list):
+def list_json(host, port, json_list, tls):
     """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
 
     Raise Malformed if the response is not such a list."""
-    entries = list(fetch_json_list(host, port, json_list))
+    entries = list(fetch_json_list(host, port, json_list, tls))
     try:
         return [json_entry(entry, json_list) for entry in entries]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -14774,6 +15232,10 @@ LISTS: Any = {
     "quake3": (list_quake3, MASTER_PORTS["quake3"]),
     "luanti": (list_luanti, MASTER_PORTS["luanti"]),
 }
+
+
+# Those of these functions that may be told to use HTTPS
+WEB_LISTS = list_iceball, list_luanti
 
 
 # --- What other masters list ---------------------------------------------------------------------
@@ -15284,6 +15746,11 @@ class MasterServer:
         name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         read_text_files(self.settings)
+        self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
+        if self.settings["http.https_ports"]:
+            self.certificate = load_certificate(self.settings)
+        self.certificate_trouble = ""       # why the present files could not be used
+        self.next_certificate_warning = 0.0
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
         self.rules = Rules(self.settings)
@@ -15482,6 +15949,8 @@ class MasterServer:
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= LOOP_DELAY_FADES
+        if self.certificate:
+            self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
@@ -15495,6 +15964,24 @@ class MasterServer:
         self.log_unlogged_events()
         if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
+
+    def check_certificate(self, certificate, now, wall):
+        """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
+        day in the log. `now` and `wall` are the same moment by both clocks."""
+        left_s = certificate.expires - wall
+        self.gauges["certificate_expires_seconds"] = round(left_s)
+        self.health.pop("certificate", None)
+        if self.certificate_trouble:
+            self.health["certificate"] = self.certificate_trouble
+        if left_s > CERTIFICATE_WARNING_S:
+            return
+        trouble = "the certificate for HTTPS has expired"
+        if left_s > 0:
+            trouble = "the certificate for HTTPS expires in %d days" % (left_s // DAY)
+        self.health["certificate"] = trouble
+        if now >= self.next_certificate_warning:
+            self.next_certificate_warning = now + DAY
+            log.warning("%s; renew [http] certificate", trouble)
 
     def tick_protocol(self, protocol, now):
         """Call a protocol's tick(), and send the (data, peer) pairs that it returns.
@@ -15580,12 +16067,16 @@ class MasterServer:
         problems = []
         for entry in PROTOCOLS:
             ports = self.ports_of(entry)
-            if not ports:
+            tls_ports = self.settings[entry.tls_setting] if entry.tls_setting else ()
+            if not ports and not tls_ports:
                 continue
             protocol = entry.make(core)
             self.protocols.append(protocol)
             if entry.transport:
                 problems += self.open_sockets(entry, protocol, ports)
+                tls_entry = entry._replace(
+                    name=entry.name + "s", setting=entry.tls_setting, uses_tls=True)
+                problems += self.open_sockets(tls_entry, protocol, tls_ports)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
@@ -15671,7 +16162,7 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally)
+            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
             self.tcp_listeners.append(tcp_listener)
             on_readable = tcp_listener.on_readable
         else:
@@ -15707,9 +16198,27 @@ class MasterServer:
         # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
         # names another file, the next tick sees a difference and calls reload() once more
         changed = adopt_settings(self.settings, new_settings)
+        if self.certificate:
+            self.renew_certificate(self.certificate)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
+
+    def renew_certificate(self, old_certificate):
+        """Take the certificate from its files again. If they cannot be used, log why, and keep the
+        old one."""
+        try:
+            certificate = load_certificate(self.settings)
+        except SettingsError as error:
+            self.certificate_trouble = str(error)
+            log.error("the old certificate stays in force: %s", error)
+            return
+        self.certificate = certificate
+        self.certificate_trouble = ""
+        if certificate.expires != old_certificate.expires:
+            self.next_certificate_warning = 0.0
+            log.info("a new certificate is in force, which expires on %s",
+                     utc_datetime(certificate.expires).date())
 
     def apply_settings(self, now):
         """Let changed settings take effect in the registry, the protocols and the log. Close the
@@ -15815,6 +16324,7 @@ class Announcer:
     # masters of this game do not query
     query_offset: Optional[int] = None
     address = state = ""
+    tls = False                     # whether it is announced by HTTPS
     due = 0.0
     was_accepted: Optional[bool] = None
 
@@ -16172,8 +16682,13 @@ def post_announcement(announcer, **extra_fields):
     announcer.address = resolve_host(announcer.host)
     body = json.dumps({**announcer.fields(), **extra_fields})
     headers = {"Host": announcer.master, "Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(
-        announcer.address, announcer.port, timeout=RESPONSE_S)
+    if announcer.tls:
+        # The certificate is valid for the name, and not for the address
+        connection: Any = http.client.HTTPSConnection(
+            announcer.host, announcer.port, timeout=RESPONSE_S)
+    else:
+        connection = http.client.HTTPConnection(
+            announcer.address, announcer.port, timeout=RESPONSE_S)
     with contextlib.closing(connection):
         try:
             connection.request("POST", "/announce", body, headers)
@@ -16203,7 +16718,8 @@ class Announcement:
 
     game          iceball, subspace, aio, hyperbol, or another name that the masters list
     port          the game server's port, where players find it
-    masters       HOST or HOST:PORT, or a list of them
+    masters       HOST or HOST:PORT, or a list of them; https://HOST[:PORT] for games that are
+                  announced by HTTP
     dialect       for AIO, "text" or "framed"; by default "text" if there is a name
     players_from  a file whose last line gives the players in the format of read_players(); it is
                   read a few times a second
@@ -16257,13 +16773,18 @@ class Announcement:
         return announcer_class
 
     def announcer(self, announcer_class, master):
-        """Return the Announcer for one master, which the user names as HOST or HOST:PORT.
+        """Return the Announcer for one master, which the user names as HOST or HOST:PORT or, for
+        games that are announced by HTTP, as https://HOST[:PORT].
 
         Raise ValueError if the host cannot be a host name."""
-        host, named_port = read_host_and_port(master)
+        host, named_port, tls = read_master_place(master)
+        if tls and announcer_class.transport != "http":
+            raise ValueError("%s is not announced by HTTPS" % self.server.game)
         ascii_host = host.encode("idna").decode("ascii")
         port = named_port or announcer_class.master_port
-        return announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
+        announcer = announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
+        announcer.tls = tls
+        return announcer
 
     def update(self, **fields: Any) -> None:
         """Announce these values from now on. Any thread may call this.
@@ -16793,8 +17314,8 @@ def first_contact(master_server):
         listener = "%s on %s %d" % (protocol, transport.upper(), port)
         if listener not in listeners:           # a port may be open at several addresses
             listeners.append(listener)
-        if protocol == "http":
-            pages.append("Players and browsers: http://%s/" % endpoint_text(host, port))
+        if protocol in WEB_PORTS:
+            pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
     for _, reader, contact in contact_lines(master_server.listeners, host, settings):
         lines.append("%s: %s" % (reader, contact))
@@ -16942,10 +17463,14 @@ def command_ping(arguments):
 def command_list(arguments):
     """Run the command `list`: fetch the list of a master and print it."""
     fetch, default_port = LISTS[arguments.game]
-    host, port = arguments.endpoint
+    host, port, tls = arguments.endpoint
     port = port or default_port
+    if tls and fetch not in WEB_LISTS:
+        raise ToolError(EXIT_USAGE, "The list of %s is not fetched by HTTPS." % arguments.game)
     with failing_query(host, port):
-        if arguments.game == "quake3":
+        if tls:
+            servers = fetch(host, port, tls)
+        elif arguments.game == "quake3":
             servers = fetch(host, port, arguments.gamename, arguments.protocol)
         else:
             servers = fetch(host, port)
@@ -17208,8 +17733,9 @@ def ping_arguments(parser):
 
 def list_arguments(parser):
     """Add the arguments of `list`."""
-    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_host_and_port),
-                        help="the master; without a port on its game's default")
+    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
+                        help="the master; without a port on its game's default; of iceball and "
+                             "luanti also https://HOST[:PORT]")
     game_arguments(parser, LISTS)
     parser.add_argument("--protocol", type=int, default=68,
                         help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's")
@@ -17253,7 +17779,7 @@ def announce_arguments(parser):
     add("--exit-with-stdin", action="store_true", help="exit when standard input is closed")
     add("masters", nargs="+", metavar="MASTER[:PORT]",
         help="default ports: iceball 27790, subspace 4990 (announcements go to the next one), "
-             "aio 27011, others 27790")
+             "aio 27011, others 27790; for others also https://MASTER[:PORT]")
 
 
 class Command(NamedTuple):

@@ -51,6 +51,7 @@ import types
 import unittest
 import unittest.mock
 import urllib.request
+import warnings
 import xml.dom.minidom
 import zlib
 from types import SimpleNamespace
@@ -265,6 +266,25 @@ def fetch(port: int, path: str, *headers: str, method: str = "GET",
         return split_response(read_all(client))[:3]
 
 
+needs_openssl = unittest.skipUnless(shutil.which("openssl"),
+                                    "there is no openssl to make a certificate")
+
+
+def openssl(*words: str) -> str:
+    """The output of the command openssl."""
+    return subprocess.run(["openssl", *words], check=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.DEVNULL, encoding="utf-8").stdout
+
+
+def make_certificate(folder: str, name: str, days: int = 30) -> Tuple[str, str]:
+    """The paths of a certificate for a host of this name and of its key, made by openssl."""
+    certificate, key = (os.path.join(folder, end) for end in ("certificate.pem", "key.pem"))
+    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+            "-days", str(days), "-subj", "/CN=" + name, "-addext", "subjectAltName=DNS:" + name,
+            "-keyout", key, "-out", certificate)
+    return certificate, key
+
+
 needs_forged_sources = unittest.skipUnless(
     sys.platform == "linux" and os.geteuid() == 0, "a forged source needs root's rights on Linux")
 
@@ -313,9 +333,9 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual((settings["server.bind"], settings["iceball.version"], settings["games"]),
                          (("0.0.0.0", "::"), 8421413, {}))
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
-                         "server.bind server.database server.log_file http.ports iceball.port "
-                         "iceball.timeout hyperbol.port subspace.port aio.port quake3.port "
-                         "luanti.enabled cluster.redis cluster.name cluster.prefix "
+                         "server.bind server.database server.log_file http.ports http.https_ports "
+                         "iceball.port iceball.timeout hyperbol.port subspace.port aio.port "
+                         "quake3.port luanti.enabled cluster.redis cluster.name cluster.prefix "
                          "limits.connections_total")
 
     def test_values(self):
@@ -9236,6 +9256,388 @@ class ConnectionTest(unittest.TestCase):
 
 
 @mock.patch.object(ms, "AIO_GREETING_S", 999.0)     # whoever is slow to speak is not greeted
+# --- HTTPS ---------------------------------------------------------------------------------------
+
+@needs_openssl
+class HttpsTest(unittest.TestCase):
+    """A master in this process, with a certificate that openssl has made."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.certificate, cls.key = make_certificate(cls.folder.name, "localhost")
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.folder.cleanup()
+
+    def start(self, **settings: str) -> ms.MasterServer:
+        server = master(**{
+            "http__https_ports": "0", "http__ports": "0", "http__certificate": self.certificate,
+            "http__key": self.key, "limits__exempt": "127.0.0.0/8",
+            "games__mygame": "My Game", **settings})
+        self.addCleanup(server.stop)
+        server.start()
+        return server
+
+    def context(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self.certificate)
+
+    def connect(self, server: ms.MasterServer, context: Any = None) -> ssl.SSLSocket:
+        client = (context or self.context()).wrap_socket(
+            connect(server, "https"), server_hostname="localhost")
+        self.addCleanup(client.close)
+        return client
+
+    def ask(self, server: ms.MasterServer, data: bytes) -> Tuple[int, Dict[str, str], bytes]:
+        with self.connect(server) as client:
+            client.sendall(data)
+            return split_response(read_all(client))[:3]
+
+    def request(self, path: str) -> bytes:
+        return b"GET %s HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n" % path.encode()
+
+    def test_the_same_as_by_http(self) -> None:
+        server = self.start(http__url="https://a.example")
+        told = self.ask(server, b"POST /announce HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
+                                b"Content-Length: 21\r\n\r\ngame=mygame&port=2750")
+        self.assertEqual((told[0], json.loads(told[2])["listed"]), (200, True))
+        plain_port = port_of(server, "http")
+        for path in (*ms.ROUTES, "/nothing"):
+            if path in ("/announce", "/metrics"):
+                continue
+            with self.subTest(path):
+                for _ in range(2):              # the second one comes from the cache
+                    plain, encrypted = fetch(plain_port, path), self.ask(server, self.request(path))
+                    self.assertEqual(plain[0], encrypted[0])
+                    self.assertEqual(encrypted[1].pop("Strict-Transport-Security"), "max-age=86400")
+                    self.assertEqual(plain[1].keys(), encrypted[1].keys())
+        self.assertEqual(self.ask(server, self.request("/healthz"))[2], fetch(
+            plain_port, "/healthz")[2])
+        without = self.start()
+        self.assertNotIn("Strict-Transport-Security", self.ask(without, self.request("/"))[1])
+
+    def test_the_tools_by_https(self) -> None:
+        """`list` and `announce`, which trust what the system trusts."""
+        server = self.start()
+        place = "https://localhost:%d" % port_of(server, "https")
+        with mock.patch.dict(os.environ, SSL_CERT_FILE=self.certificate):
+            with ms.Announcement("mygame", 2750, place, name="By HTTPS"):
+                eventually(lambda: server.registry.total)
+            eventually(lambda: not server.registry.total)       # it has signed off
+            for game in "iceball", "luanti":
+                self.assertEqual(command("list", "--game", game, place), (0, "no servers\n", ""))
+        status, _, err = command("list", "--game", "luanti", place)
+        self.assertEqual(status, 1)
+        self.assertIn("CERTIFICATE_VERIFY_FAILED", err)
+        status, _, err = command("list", "--game", "aio", place)
+        self.assertEqual((status, "not fetched by HTTPS" in err), (2, True))
+        self.assertRaisesRegex(ValueError, "not announced by HTTPS", ms.Announcement, "iceball", 5,
+                               place)
+        for text, found in (("https://a.example", ("a.example", 443, True)),
+                            ("https://[::1]:5/", ("::1", 5, True)),
+                            ("a.example:5", ("a.example", 5, False))):
+            self.assertEqual(ms.read_master_place(text), found)
+        for text in "http://a.example", "https://", "https://a.example/list", "ftp://a.example:5":
+            self.assertRaises(ValueError, ms.read_master_place, text)
+
+    def test_versions_and_protocols(self) -> None:
+        server = self.start()
+        for version, name in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3,
+                                                                    "TLSv1.3")):
+            context = self.context()
+            context.minimum_version = context.maximum_version = version
+            context.set_alpn_protocols(["h2", "http/1.1"])
+            client = self.connect(server, context)
+            self.assertEqual((client.version(), client.selected_alpn_protocol()),
+                             (name, "http/1.1"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # Python says that this version is old
+            context = self.context()
+            context.minimum_version = ssl.TLSVersion.TLSv1
+            context.maximum_version = ssl.TLSVersion.TLSv1_1
+            self.assertRaises(OSError, self.connect, server, context)
+
+    def test_who_speaks_no_tls(self) -> None:
+        server = self.start()
+        with connect(server, "https") as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+            status, _, body, rest = split_response(read_all(client))
+        self.assertEqual((status, rest), (400, b""))
+        self.assertIn(b"This port speaks HTTPS", body)
+        for data in b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
+            with connect(server, "https") as client:
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    read_all(client)
+        self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
+        eventually(lambda: not server.connections)
+
+    def test_handshakes_that_do_not_end(self) -> None:
+        """They are closed in time; others are served meanwhile."""
+        hello = ssl.MemoryBIO()
+        session = self.context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost")
+        self.assertRaises(ssl.SSLWantReadError, session.do_handshake)
+        first = hello.read()
+        with mock.patch.object(ms, "TLS_HANDSHAKE_S", 1.0):
+            server = self.start(limits__connections_open="500")
+            stalled = [connect(server, "https") for _ in range(60)]
+            for number, client in enumerate(stalled):
+                self.addCleanup(client.close)
+                client.sendall(first[:number * 10 % len(first)])
+            self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
+            for client in stalled:
+                with contextlib.suppress(ConnectionResetError):
+                    read_all(client)
+            eventually(lambda: not server.connections)
+
+    def test_a_limit_of_its_source(self) -> None:
+        server = self.start(limits__exempt="", limits__connections_open="2")
+        first = [self.connect(server) for _ in range(2)]
+        self.assertRaises(OSError, self.connect, server)
+        first[0].close()
+        eventually(lambda: self.is_open(server))
+
+    def is_open(self, server: ms.MasterServer) -> bool:
+        try:
+            self.connect(server).close()
+        except OSError:
+            return False
+        return True
+
+    def test_records_of_every_size(self) -> None:
+        """A body byte by byte, two requests in one record, and what follows a request."""
+        server = self.start()
+        body = b"game=mygame&port=2750"
+        post = (b"POST /announce HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n"
+                b"Connection: close\r\n\r\n" % len(body))
+        client = self.connect(server)
+        for at in range(len(post + body)):
+            client.sendall((post + body)[at:at + 1])
+        self.assertEqual(split_response(read_all(client))[0], 200)
+        client = self.connect(server)
+        both = b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n" * 20 + self.request("/healthz")
+        client.sendall(both)
+        self.assertEqual(read_all(client).count(b"HTTP/1.1 200"), 21)
+        client = self.connect(server)
+        client.sendall(self.request("/healthz") + b"x" * 100000)
+        self.assertEqual(split_response(client.recv(65536))[0], 200)
+
+    def test_a_slow_reader_of_a_long_list(self) -> None:
+        server = self.start(limits__servers_per_source="100000")
+        server.post(self.fill, server.registry)
+        eventually(lambda: server.registry.total >= 9000)
+        client = self.connect(server)
+        client.sendall(self.request("/servers.json"))
+        data = b""
+        while True:
+            piece = client.recv(1 << 20)
+            if not piece:
+                break
+            data += piece
+            if len(data) < 1 << 20:
+                time.sleep(0.002)
+        status, _, body, rest = split_response(data)
+        self.assertEqual((status, rest), (200, b""))
+        self.assertGreater(len(body), 4 << 20)
+        self.assertEqual(len(json.loads(body)["servers"]), 9000)
+
+    @staticmethod
+    def fill(registry: ms.Registry, now: float) -> None:
+        for number in range(9000):
+            registry.list_or_refresh(("mygame", "203.0.113.9", 1 + number), "203.0.113.9", now,
+                                     600.0, {"name": "A server %d" % number, "map": "m" * 60,
+                                             "description": "d" * 100})
+
+    def test_clients_that_end_in_their_own_way(self) -> None:
+        """With close_notify or without it, before and after an answer."""
+        server = self.start()
+        for request, ends in itertools.product(
+                (b"", b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n", b"GET /heal"), range(3)):
+            client = self.connect(server)
+            client.sendall(request)
+            if request.endswith(b"\r\n\r\n"):
+                self.assertIn(b"HTTP/1.1 200", client.recv(65536))
+            if ends == 0:
+                client.settimeout(SOON_S)
+                client.unwrap()
+            elif ends == 1:
+                socket.socket.shutdown(client, socket.SHUT_WR)
+            client.close()
+        reset = struct.pack("ii", 1, 0)
+        for data in (b"", b"\x16", b"\x16\3\1\0\5hello", b"GET / HTTP/1.1\r\n") * 20:
+            client_socket = connect(server, "https")
+            client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            client_socket.sendall(data)
+            client_socket.close()
+        eventually(lambda: not server.connections)
+        self.assertEqual(server.tallies["https"].errors, 0)
+        self.assertEqual(dict(server.connections_by_source), {})
+
+    def test_a_renewed_certificate(self) -> None:
+        """It is taken up by itself; a pair that does not fit leaves the old one in force."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        paths = [os.path.join(folder.name, name) for name in ("c.pem", "k.pem")]
+        for old, new in zip((self.certificate, self.key), paths):
+            shutil.copy(old, new)
+        settings = ms.Settings({
+            **NO_PORTS, "http.https_ports": "0", "http.certificate": paths[0],
+            "http.key": paths[1], "limits.exempt": "127.0.0.0/8"})
+        settings.found = True
+        server = ms.MasterServer(settings, reload=lambda: settings)
+        self.addCleanup(server.stop)
+        server.start()
+
+        def served() -> bytes:
+            with connect(server, "https") as sock:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+                with context.wrap_socket(sock) as client:
+                    return client.getpeercert(True) or b""
+        before = served()
+        other_folder = tempfile.TemporaryDirectory()
+        self.addCleanup(other_folder.cleanup)
+        others = make_certificate(other_folder.name, "localhost", days=40)
+        with self.assertLogs("masterserver", "ERROR") as logged:
+            os.replace(others[0], paths[0])
+            eventually(lambda: "does not belong to it" in "".join(logged.output))
+        self.assertEqual(served(), before)
+        eventually(lambda: "does not belong to it" in server.health.get("certificate", ""))
+        with self.assertLogs("masterserver", "INFO") as logged:
+            os.replace(others[1], paths[1])
+            eventually(lambda: served() != before)
+        self.assertIn("a new certificate is in force, which expires on 2", "".join(logged.output))
+
+    def test_files_that_cannot_be_used(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        other, other_key = make_certificate(folder.name, "localhost")
+
+        def write(name: str, data: bytes) -> str:
+            path = os.path.join(folder.name, name)
+            with open(path, "wb") as file:
+                file.write(data)
+            return path
+        with open(self.certificate, "rb") as file:
+            certificate = file.read()
+        with open(self.key, "rb") as file:
+            key = file.read()
+        locked, old_locked = os.path.join(folder.name, "l"), os.path.join(folder.name, "o")
+        openssl("pkcs8", "-topk8", "-in", self.key, "-out", locked, "-passout", "pass:x")
+        openssl("ec", "-in", self.key, "-aes128", "-passout", "pass:x", "-out", old_locked)
+        both = write("both", key + certificate)
+        self.assertIsNotNone(ms.load_certificate(self.settings(both, "")))
+        for certificate_path, key_path, words in (
+                ("", "", "https_ports needs a certificate"),
+                ("/nowhere/c", self.key, "[http] certificate = /nowhere/c: No such file"),
+                (self.certificate, "/nowhere/k", "[http] key = /nowhere/k: No such file"),
+                (folder.name, self.key, "Is a directory"),
+                (self.certificate, "", "there is no private key in it"),
+                (self.key, self.key, "there is no certificate in it"),
+                (self.key, self.certificate, "there is no certificate in it"),
+                (write("empty", b""), self.key, "there is no certificate in it"),
+                (self.certificate, write("empty2", b""), "there is no private key in it"),
+                (self.certificate, other_key, "does not belong to it"),
+                (other, self.key, "does not belong to it"),
+                (self.certificate, locked, "its key asks for a password"),
+                (self.certificate, old_locked, "its key asks for a password"),
+                (write("cut", certificate[:300] + b"\n-----END CERTIFICATE-----\n"), self.key,
+                 "cannot be used"),
+                (write("bad", certificate.replace(b"MII", b"AAA")), self.key, "in it is damaged"),
+                (self.certificate, write("badkey", key[:100] + key[110:]), "cannot be used")):
+            with self.subTest(words):
+                try:
+                    ms.load_certificate(self.settings(certificate_path, key_path))
+                    error = ""
+                except ms.SettingsError as problem:
+                    error = str(problem)
+                self.assertIn(words, error)
+        status, _, err = command("--check", *itertools.chain.from_iterable(
+            ("--set", "%s=%s" % pair) for pair in {
+                **NO_PORTS, "http.https_ports": "0", "http.certificate": self.certificate,
+                "http.key": other_key, "server.database": ""}.items()))
+        self.assertEqual(status, 2)
+        self.assertIn("does not belong to it", err)
+
+    def settings(self, certificate: str, key: str) -> ms.Settings:
+        return ms.Settings({"http.https_ports": "0", "http.certificate": certificate,
+                            "http.key": key})
+
+    def test_when_a_certificate_expires(self) -> None:
+        for days in 1, 5, 400, 20000:
+            with tempfile.TemporaryDirectory() as folder:
+                path, _ = make_certificate(folder, "localhost", days)
+                end = openssl("x509", "-in", path, "-noout", "-enddate").strip()
+                self.assertEqual(ms.read_expiry(path),
+                                 ssl.cert_time_to_seconds(end.replace("notAfter=", "")))
+        server = master()
+        self.addCleanup(server.close)
+        day = 86400.0
+        server.certificate = ms.Certificate(None, 1000 * day)
+        with mock.patch.object(ms, "log") as log:
+            for now, wall, trouble, warnings_so_far in (
+                    (0.0, 985 * day, "", 0), (1.0, 986 * day, "expires in 14 days", 1),
+                    (day, 987.5 * day, "expires in 12 days", 1),
+                    (day + 2, 987.6 * day, "expires in 12 days", 2),
+                    (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
+                server.check_certificate(server.certificate, now, wall)
+                self.assertIn(trouble, server.health.get("certificate", ""))
+                self.assertEqual((bool(trouble), log.warning.call_count),
+                                 ("certificate" in server.health, warnings_so_far))
+                self.assertEqual(server.gauges["certificate_expires_seconds"], 1000 * day - wall)
+
+    def test_records_without_data_are_bounded(self) -> None:
+        """A peer that sends nothing else, such as KeyUpdates, is closed; tiny records are not."""
+        for rows, refused in (
+                ([(16384, 0), (16384, 0)], False), ([(16384, 0), (16384, 0), (1, 0)], True),
+                ([(30, 1)] * 10000, False), ([(270, 1)] * 200, True),
+                ([(16384, 16000)] * 10 + [(16384, 0)] * 2, False)):
+            layer = ms.TlsSocket.__new__(ms.TlsSocket)
+            layer.spare_bytes = ms.TLS_SPARE_BYTES
+            was_refused = False
+            for layer.raw_bytes, data_bytes in rows:
+                try:
+                    layer.spend_spare_bytes(data_bytes)
+                except OSError:
+                    was_refused = True
+            self.assertEqual(was_refused, refused, rows[:3])
+        server = self.start()
+        client = self.connect(server)
+        with contextlib.suppress(OSError):          # a record of 16 kB that never ends, thrice
+            for _ in range(3):
+                socket.socket.sendall(client, b"\x17\x03\x03\x40\x00" + bytes(16300))
+        eventually(lambda: not server.connections)
+
+    def test_mutated_records(self) -> None:
+        """No fault, and nothing in the log above debug."""
+        server = self.start(limits__connections_open="5000")
+        chance = random.Random(49)
+        with mock.patch.object(ms, "log") as log:
+            for _ in range(150):
+                to_server = ssl.MemoryBIO()
+                from_server = ssl.MemoryBIO()
+                session = self.context().wrap_bio(from_server, to_server,
+                                                  server_hostname="localhost")
+                with connect(server, "https") as client:
+                    client.settimeout(0.01)
+                    for _ in range(chance.randrange(1, 5)):
+                        with contextlib.suppress(OSError):
+                            session.do_handshake()
+                            session.write(self.request("/healthz"))
+                        data = bytearray(to_server.read() or bytes(5))
+                        for _ in range(chance.randrange(4)):
+                            data[chance.randrange(len(data))] = chance.randrange(256)
+                        with contextlib.suppress(OSError):
+                            client.sendall(data[:chance.randrange(1, len(data) + 1)]
+                                           if chance.random() < 0.2 else data)
+                            from_server.write(client.recv(65536))
+            self.assertEqual({name for name, *_ in log.method_calls} - {"debug"}, set())
+        self.assertEqual(server.tallies["https"].errors, 0)
+        self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
+
+
 class LimitsOnTheWireTest(unittest.TestCase):
     def test_open_connections_of_one_source(self) -> None:
         """One over the limit is told so or closed, without a reset; one that left makes room."""
@@ -12398,16 +12800,6 @@ class ClientTools(unittest.TestCase):
             self.assertLess(time.monotonic() - began, 2 * SOON_S)
 
 
-def make_certificate(folder: str, name: str) -> Tuple[str, str]:
-    """The paths of a certificate for a host of this name and of its key, made by openssl."""
-    certificate, key = (os.path.join(folder, end) for end in ("certificate.pem", "key.pem"))
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
-                    "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=" + name,
-                    "-addext", "subjectAltName=DNS:" + name, "-keyout", key, "-out", certificate],
-                   check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return certificate, key
-
-
 LUANTI_LISTED = LUANTI_STORED.replace(b'"address":""', b'"address":"203.0.113.9"')
 
 
@@ -12477,7 +12869,7 @@ class OtherMastersLists(unittest.TestCase):
         less = json.dumps({key: whole[key] for key in whole if key not in ms.LUANTI_COMPUTED})
         self.assertEqual([server.port for server in self.luanti(*bad, less.encode())], [36302])
 
-    @unittest.skipUnless(shutil.which("openssl"), "there is no openssl to make a certificate")
+    @needs_openssl
     def test_by_https(self) -> None:
         """Only from a host whose certificate is right."""
         folder = tempfile.TemporaryDirectory()
