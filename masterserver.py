@@ -12722,7 +12722,7 @@ TLS_SPARE_BYTES = 32768
 # Each byte of data allows so many more. A record with one byte of data has 23 to 30 bytes
 TLS_SPARE_PER_BYTE = 32
 TLS_READ_BYTES = 16384                  # are decrypted at once, before other connections are served
-TLS_WRITE_BYTES = 65536                 # are encrypted at once
+TLS_WRITE_BYTES = 16384                 # are encrypted at once, and may wait for a slow reader
 TLS_UNSENT_BYTES = 65536                # of answers of the layer itself, which a peer does not read
 
 
@@ -15597,11 +15597,13 @@ class Upstreams:
 
     def change_master(self, server, master):
         """Show a found server as found at another master, whose list names it too."""
-        game, address, port = found_key(server)
-        target = self.poller.find(self.games[game], address, port)
-        if target is not None and target.found is not None:
-            target.found = target.found._replace(found_at=master)
         self.registry.update(server, {"found_at": master})
+        game, address, port = found_key(server)
+        protocol = self.games[game]
+        target = self.poller.find(protocol, address, port)
+        if target is not None and target.found is not None:
+            # The next poll lists the server again with what its target says
+            target.found = target.found._replace(found_at=master)
 
     def found_servers(self):
         """Return all listed servers that were found in a list, by this or by another master."""
@@ -15682,7 +15684,7 @@ class Upstreams:
 
     def is_new(self, upstream_list):
         """Return whether the next server of an UpstreamList is not queried yet."""
-        next_server, *_ = upstream_list.waiting
+        next_server = next(iter(upstream_list.waiting))
         game = self.games[upstream_list.upstream.game]
         return self.poller.find(game, next_server.address, next_server.port) is None
 
