@@ -24,6 +24,7 @@ only what stands above it:
     AIO, three dialects      TCP 27011                                class Aio
     Quake III, its family    UDP 27950                                class Quake3
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
+    DDNet, Teeworlds         HTTP POST /ddnet/15/register             class Ddnet
     any other game           HTTP POST /announce                      post_announce in section 9
     news to webhooks         HTTP POST to them                        News in section 11
     lists of other masters   by each game's protocol                  Upstreams in section 11
@@ -582,6 +583,7 @@ MASTER_PORTS = {
     "aio": 27011,
     "quake3": 27950,
     "luanti": 27790,
+    "ddnet": 27790,
 }
 # The games whose servers this program can query, so that it can list what another master names.
 # Each has the setting that can switch it off
@@ -855,6 +857,9 @@ SETTINGS = (
             live=False),
     Setting("luanti.timeout", "330", number_reader(1, 86400),
             "Seconds after its last announcement until a server is removed; one comes every 300."),
+    Setting("ddnet.enabled", "yes", read_flag,
+            "List the DDNet and Teeworlds servers that register on the ports of [http].",
+            live=False),
     Setting("games", "mygame = My Game", read_without_url,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
@@ -1310,6 +1315,27 @@ def to_json(value):
 
     The Iceball client fails on \\u escapes. Cleaned text does not need them."""
     return ENCODER.encode(value).encode()
+
+
+# A table for bytes.translate() that keeps digits and replaces every other byte by a space
+DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
+
+
+def read_json_object(raw: bytes) -> Dict[str, Any]:
+    """Return the JSON object in these bytes as a dict.
+
+    Raise Malformed if they are not an object in UTF-8, or if a number has so many digits that
+    reading it would take long."""
+    numbers = raw.translate(DIGITS_ALONE).split()
+    if max(map(len, numbers), default=0) > NUMBER_DIGITS:
+        raise Malformed("a number of more than %d digits" % NUMBER_DIGITS)
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Malformed("the body is not a JSON object in UTF-8")
+    return value
 
 
 # Numbers and tables
@@ -1790,10 +1816,11 @@ class Server:
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     flavor       Hyperbol's: 0 is unofficial
     luanti_announcement     what a Luanti server has announced, as Luanti's list has it
+    ddnet_registration      what a DDNet server has registered; see read_ddnet_registration()
     aio_published_name      the name that an AIO server has published, with its counter of players
     zone_owner   the announcer that a SubSpace zone belongs to, as texts; see ZoneOwner
     sender       the address and UDP port that an Iceball server announces from
-    fingerprint  of the packet that says nothing new about it; see Registry.by_fingerprint
+    fingerprints of the packets that say nothing new about it; see Registry.by_fingerprint
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
                  itself, or if the ini names it
@@ -1806,13 +1833,13 @@ class Server:
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
         "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
-        "zone_owner", "fingerprint", "sender", "master", "found_at")
+        "zone_owner", "ddnet_registration", "fingerprints", "sender", "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
                  playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
                  aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS,
-                 found_at=""):
+                 ddnet_registration=NO_DETAILS, found_at=""):
         """Describe a server that has just been heard from. `now` becomes first_seen and last_seen.
         The class lists the other parameters, which are attributes of the same names; those without
         a parameter get the values that a new server has."""
@@ -1838,6 +1865,7 @@ class Server:
         self.aio_published_name = aio_published_name
         self.luanti_announcement = luanti_announcement
         self.zone_owner = zone_owner
+        self.ddnet_registration = ddnet_registration
         self.found_at = found_at
         self.official = False
         self.priority = 0
@@ -1845,7 +1873,7 @@ class Server:
         self.pinned = False
         self.master = ""
         self.sender = None
-        self.fingerprint = None
+        self.fingerprints = ()
         self.rank = None
         self.entry_cache = None
 
@@ -2001,7 +2029,7 @@ class Registry:
         # count
         self.silence_counts_from = -math.inf
         # The servers by the fingerprints of packets that only repeat what is known. One look-up
-        # recognizes such a packet, and it need not be parsed. A server's fingerprint is forgotten
+        # recognizes such a packet, and it need not be parsed. A server's fingerprints are forgotten
         # when anything about the server changes
         self.by_fingerprint = {}
         self.outcomes = PacketOutcomes()
@@ -2191,7 +2219,7 @@ class Registry:
         del self.games[server.game][server.address, server.port]
         self.count_source(server, -1)
         self.total -= 1
-        self.forget_fingerprint(server)
+        self.forget_fingerprints_of(server)
 
     def count_source(self, server, difference):
         """Add `difference`, 1 or -1, to the number of this master's servers at the server's source.
@@ -2214,7 +2242,7 @@ class Registry:
             self.clamp_players(server)
         self.generation += 1
         server.rank = server.entry_cache = None
-        self.forget_fingerprint(server)
+        self.forget_fingerprints_of(server)
         if not server.master and len(self.altered) < ALTERED_SERVERS:
             self.altered.add(server.key)
         for call, game, events, every_master in self.subscriptions:
@@ -2230,21 +2258,25 @@ class Registry:
             server.playing = clamp(server.playing, server.players)
 
     def set_fingerprint(self, server, fingerprint):
-        """Set the fingerprint of those packets that tell nothing new about the server."""
-        self.forget_fingerprint(server)
-        server.fingerprint = fingerprint
+        """Set the one fingerprint of those packets that tell nothing new about the server."""
+        self.forget_fingerprints_of(server)
+        self.add_fingerprint(server, fingerprint)
+
+    def add_fingerprint(self, server, fingerprint):
+        """Add a fingerprint of packets that tell nothing new about the server."""
+        server.fingerprints += (fingerprint,)
         self.by_fingerprint[fingerprint] = server
 
-    def forget_fingerprint(self, server):
-        """Forget the fingerprint of a server, so that its next packet is parsed."""
-        if server.fingerprint is not None:
-            self.by_fingerprint.pop(server.fingerprint, None)
-            server.fingerprint = None
+    def forget_fingerprints_of(self, server):
+        """Forget the fingerprints of a server, so that its next packet is parsed."""
+        for fingerprint in server.fingerprints:
+            self.by_fingerprint.pop(fingerprint, None)
+        server.fingerprints = ()
 
     def forget_fingerprints(self):
         """Forget all fingerprints, so that the next packet of every server is parsed."""
         for server in self.by_fingerprint.values():
-            server.fingerprint = None
+            server.fingerprints = ()
         self.by_fingerprint.clear()
 
     def set_game_title(self, server, title):
@@ -3075,6 +3107,7 @@ STORED_FIELDS: Dict[str, type] = {
     "luanti_announcement": dict,
     "zone_owner": dict,
     "found_at": str,
+    "ddnet_registration": dict,
 }
 
 
@@ -3110,13 +3143,14 @@ def encoded_row(record):
         record.last_seen, fields=ENCODER.encode(record.values))
 
 
-def restored_server(row, now, wall, clean_luanti):
+def restored_server(row, now, wall, readers):
     """Return the Server that a ListedRow describes, marked as unconfirmed.
 
-    `now` and `wall` are the same moment by the monotonic and by the wall clock.
-    `clean_luanti(announcement)` checks and cleans the announcement of a Luanti server. Return None
-    if the row has impossible values, and raise Refused if the announcement has."""
-    fields = restored_fields(row.fields, clean_luanti)
+    `now` and `wall` are the same moment by the monotonic and by the wall clock. `readers` has the
+    functions that check and clean those attributes whose contents only a protocol knows, by the
+    attribute's name. Return None if the row has impossible values, and raise Refused if such an
+    attribute has."""
+    fields = restored_fields(row.fields, readers)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
     if not is_unicast(row.address) or not is_unicast(source):
@@ -3135,17 +3169,17 @@ def restored_server(row, now, wall, clean_luanti):
     return server
 
 
-def restored_fields(fields, clean_luanti):
+def restored_fields(fields, readers):
     """Return the attributes of Server in the column `fields` of a row, by name.
 
     They are cleaned again, because another master may have written them. A value of the wrong type
-    is left out. `clean_luanti` is the same as in restored_server()."""
+    is left out. `readers` is the same as in restored_server()."""
     attributes = {}
     for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
         if type(value) is not expected_type:
             continue
-        if name == "luanti_announcement":
-            attributes[name] = clean_luanti(value) if value else {}
+        if name in readers:
+            attributes[name] = readers[name](value) if value else {}
         else:
             attributes[name] = clean_value(value)
     return attributes
@@ -3178,15 +3212,15 @@ class SavedList:
 
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
-    def __init__(self, database, registry, disk, health, clean_luanti):
+    def __init__(self, database, registry, disk, health, readers):
         """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
 
-        `health` is that of Core. `clean_luanti` is the same as in restored_server()."""
+        `health` is that of Core. `readers` is the same as in restored_server()."""
         self.database = database
         self.registry = registry
         self.disk = disk
         self.health = health
-        self.clean_luanti = clean_luanti
+        self.readers = readers
         self.hourly_players = {}        # the last result of Database.hourly_players()
         # The time at which the present batch was begun; None if no batch is being written
         self.batch_began: Optional[float] = None
@@ -3220,7 +3254,7 @@ class SavedList:
         Raise Refused if the rules forbid the server."""
         if wall - row.last_seen > RESTORE_WITHIN_S:
             return
-        server = restored_server(row, now, wall, self.clean_luanti)
+        server = restored_server(row, now, wall, self.readers)
         # Only servers that the ini names are listed without responding. Those need not be restored,
         # because the poller lists them again anyway
         if server is None or not server.responding:
@@ -3475,8 +3509,12 @@ class Core(NamedTuple):
     # that an address of the same family as `like`. resolve() raises Refused if too many look-ups
     # for clients are waiting
     resolve: Callable[..., None]
-    # The games whose servers may be announced by HTTP, by their ids
+    # The games whose servers may be announced by POST /announce, by their ids
     http_announcers: Dict[str, PolledGame]
+    # The games that have HTTP routes of their own for their servers, by their ids
+    http_games: Dict[str, Any]
+    # send(data, (address, port)) sends a datagram at once, from the poller's port
+    send: Callable[[bytes, Tuple[str, int]], None]
     # None if nothing is stored. Only jobs of the disk thread may use it
     database: Optional[Database] = None
     # Counts of the packets that each protocol has received and sent, by its name
@@ -8453,6 +8491,661 @@ def luanti_attributes(announcement):
     }
 
 
+# --- DDNet ---------------------------------------------------------------------------------------
+
+DDNET_06 = "tw-0.6+udp"             # the protocols that players connect by, as addresses begin
+DDNET_07 = "tw-0.7+udp"
+# The address that a server registers. The host stands for the address that the request comes from
+DDNET_REGISTERED = r"(tw-0\.[67]\+udp)://connecting-address\.invalid:([0-9]{1,5})"
+DDNET_SECRET = "[!-~]{1,128}"       # a UUID has 36 characters; the capture has 46, with a suffix
+DDNET_CONNLESS_TOKEN = "[0-9a-fA-F]{8}"
+DDNET_CHALLENGE = b"chal"
+DDNET_06_HEAD = b"\xff" * 10        # begins a packet without a connection
+DDNET_07_HEAD = b"\x21%s" + b"\xff" * 8     # the same in 0.7, with the four bytes of Connless-Token
+DDNET_SECRET_HASH_BYTES = 16
+DDNET_SECRET_HASH = "[0-9a-f]{%d}" % (2 * DDNET_SECRET_HASH_BYTES)
+
+DDNET_LIFETIME_S = 30.0             # servers register every 15 s
+# A token is good for this time at least, and for twice the time at most
+DDNET_TOKEN_S = 120
+DDNET_TOKEN_MAC_BYTES = 7           # then a challenge has 79 bytes, which is a tenth of a request
+DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
+
+DDNET_INFO_BYTES = 100 << 10        # the longest info; 64 players with skins need less
+# An info usually has 2 kB. Every server may have this many bytes. What the infos have beyond that
+# is limited: for the servers of one source, so that 32 of them can be full, and for all together
+DDNET_USUAL_BYTES = 4096
+DDNET_SOURCE_LARGE_BYTES = 1 << 20
+DDNET_LARGE_BYTES = 32 << 20
+
+# The states that answer a registration
+DDNET_SUCCESS = "success"
+DDNET_NEED_CHALLENGE = "need_challenge"
+DDNET_NEED_INFO = "need_info"
+
+
+class DdnetRequest(NamedTuple):
+    """The header fields of a registration, and the address that it comes from."""
+
+    source: str
+    protocol: str                       # DDNET_06 or DDNET_07
+    port: int                           # the UDP port of the game server
+    secret: str                         # the hash of Secret, in hexadecimal digits
+    is_delete: bool = False             # true: the other fields are empty
+    challenge_secret: str = ""          # the game server expects it in the challenge
+    connless_token: str = ""            # eight hexadecimal digits; "" for DDNET_06
+    token: str = ""                     # the token of an earlier challenge, or ""
+    serial: int = 0                     # grows with each change of the info
+
+
+def read_ddnet_port(header):
+    """Return the protocol and the port that the header field Address registers.
+
+    `header(name)` returns the value of a header field, "" if it is missing. Raise Refused if the
+    address is malformed."""
+    text = ddnet_header(header, "Address", DDNET_REGISTERED,
+                        "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
+    protocol, _, endpoint = text.partition("://")
+    _, _, digits = endpoint.rpartition(":")
+    port = int(digits)
+    if not 0 < port <= MAX_PORT:
+        raise Refused("bad packet", "Address: %d is not a port" % port)
+    return protocol, port
+
+
+def read_ddnet_request(header, source):
+    """Return the DdnetRequest in the header fields of a request from this address.
+
+    `header` is as in read_ddnet_port(). Raise Refused if a field is missing or malformed."""
+    protocol, port = read_ddnet_port(header)
+    secret = ddnet_header(header, "Secret", DDNET_SECRET, "1 to 128 characters")
+    digest = hashlib.blake2b(secret.encode(), digest_size=DDNET_SECRET_HASH_BYTES)
+    request = DdnetRequest(source, protocol, port, digest.hexdigest())
+    action = ddnet_header(header, "Action", "(delete)?", "delete, or no such field")
+    if action:
+        return request._replace(is_delete=True)
+    connless_token = ""
+    if protocol == DDNET_07:
+        connless_token = ddnet_header(
+            header, "Connless-Token", DDNET_CONNLESS_TOKEN, "eight hexadecimal digits")
+    serial = ddnet_header(header, "Info-Serial", "[0-9]{1,18}", "a whole number")
+    return request._replace(
+        challenge_secret=ddnet_header(
+            header, "Challenge-Secret", DDNET_SECRET, "1 to 128 characters"),
+        connless_token=connless_token,
+        token=header("Challenge-Token").strip(),
+        serial=int(serial))
+
+
+def ddnet_header(header, name, pattern, expected):
+    """Return the value of a header field, which has to match a regular expression.
+
+    `header` is as in read_ddnet_port(). Raise Refused, with the words of `expected`, if it does
+    not match."""
+    value = header(name).strip()
+    if not re.fullmatch(pattern, value):
+        raise Refused("bad packet", "%s: expected %s" % (name, expected))
+    return value
+
+
+def ddnet_address(protocol, address, port):
+    """Return an address as the list has it, such as tw-0.6+udp://203.0.113.7:8399."""
+    return "%s://%s" % (protocol, endpoint_text(address, port))
+
+
+def ddnet_endpoint(text):
+    """Return the IP address and the port of such an address. Raise ValueError if it is none."""
+    protocol, _, endpoint = text.partition("://")
+    if protocol not in (DDNET_06, DDNET_07):
+        raise ValueError("not an address of a DDNet server")
+    return read_numeric_endpoint(endpoint)
+
+
+def ddnet_address_order(text):
+    """Return a sort key of an address: IPv4 first, as most players have it, then 0.6."""
+    is_ipv6 = "[" in text
+    return is_ipv6, text
+
+
+class DdnetField(NamedTuple):
+    """A member that the info must have; DDNet's clients do not show a server without it.
+
+    `is_right(value)` says whether a value has the right type; `expected` describes such a value."""
+
+    name: str
+    is_right: Callable[[Any], bool]
+    expected: str
+
+
+def is_text(value):
+    """Is this value of JSON a text?"""
+    return isinstance(value, str)
+
+
+def is_plain_text(value):
+    """Is this value of JSON a text without control characters?"""
+    return isinstance(value, str) and not any(character < " " for character in value)
+
+
+def is_whole_number(value):
+    """Is this value of JSON a whole number of 32 bits, as the clients keep it?"""
+    return type(value) is int and -1 << 31 <= value < 1 << 31
+
+
+def is_count(value):
+    """Is this value of JSON a whole number, 0 or more?"""
+    return is_whole_number(value) and value >= 0
+
+
+DDNET_PLAIN_TEXT = "a text without control characters"
+DDNET_INFO = (
+    DdnetField("max_clients", is_count, "a whole number"),
+    DdnetField("max_players", is_count, "a whole number"),
+    DdnetField("passworded", lambda value: isinstance(value, bool), EXPECTED_FLAG),
+    DdnetField("game_type", is_plain_text, DDNET_PLAIN_TEXT),
+    DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
+    DdnetField("map", lambda value: isinstance(value, dict), "an object"),
+    DdnetField("version", is_plain_text, DDNET_PLAIN_TEXT),
+    DdnetField("clients", lambda value: isinstance(value, list), "a list"),
+)
+DDNET_MAP = (
+    DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
+)
+DDNET_CLIENT = (
+    DdnetField("name", is_text, EXPECTED_TEXT),
+    DdnetField("clan", is_text, EXPECTED_TEXT),
+    DdnetField("country", is_whole_number, "a whole number"),
+    DdnetField("score", is_whole_number, "a whole number"),
+    DdnetField("is_player", lambda value: isinstance(value, bool), EXPECTED_FLAG),
+)
+
+
+def read_ddnet_info(raw):
+    """Return the info of a server, which is JSON in UTF-8, as compact JSON text.
+
+    Raise Refused, with the name of the wrong member, if it is not such that clients show it."""
+    try:
+        info = read_json_object(raw)
+        check_ddnet_info(info)
+        # JSON has neither NaN nor half of a surrogate pair, but Python reads them
+        return to_json(info).decode()
+    except (Malformed, ValueError, RecursionError) as error:
+        raise Refused("bad packet", "info: %s" % error_text(error)) from None
+
+
+def check_ddnet_info(info):
+    """Raise Refused, with the name of the wrong member, if clients would not show a server with
+    this info, a dict."""
+    check_ddnet_fields(info, DDNET_INFO, "")
+    check_ddnet_fields(info["map"], DDNET_MAP, "map.")
+    clients = info["clients"]
+    for number, client in enumerate(clients):
+        where = "clients[%d]" % number
+        if not isinstance(client, dict):
+            raise Refused("bad packet", where + ": expected an object")
+        check_ddnet_fields(client, DDNET_CLIENT, where + ".")
+    if info["max_players"] > info["max_clients"]:
+        raise Refused("bad packet", "max_players: more than max_clients")
+    if len(clients) > info["max_clients"]:
+        raise Refused("bad packet", "clients: more than max_clients")
+    if count_ddnet_players(info) > info["max_players"]:
+        raise Refused("bad packet", "clients: more of them play than max_players")
+
+
+def check_ddnet_fields(values, fields, where):
+    """Raise Refused if one of these DdnetFields is missing or wrong in a dict of values.
+
+    `where` stands before its name in the reason."""
+    for field in fields:
+        if not field.is_right(values.get(field.name)):
+            raise Refused("bad packet", "%s%s: expected %s" % (where, field.name, field.expected))
+
+
+def count_ddnet_players(info):
+    """Return how many clients play, rather than watch."""
+    return sum(client["is_player"] for client in info["clients"])
+
+
+def read_ddnet_registration(values):
+    """Return a server's registration, stored by an earlier run or by another master, checked.
+
+    It is a dict:
+
+    info        the info, as compact JSON
+    serial      its Info-Serial
+    secret      the hash of Secret, in hexadecimal digits
+    addresses   the addresses for players, in the order of ddnet_address_order()
+
+    Raise Refused if a value is wrong."""
+    try:
+        raw_info = values["info"].encode()
+        addresses = list(values["addresses"])
+        endpoints = [ddnet_endpoint(text) for text in addresses]
+        is_right = (
+            0 < len(endpoints) <= DDNET_ADDRESSES
+            and type(values["serial"]) is int
+            and len(raw_info) <= DDNET_INFO_BYTES
+            and re.fullmatch(DDNET_SECRET_HASH, values["secret"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise Refused("bad packet", "a malformed registration")
+    return {
+        "info": read_ddnet_info(raw_info),
+        "serial": values["serial"],
+        "secret": values["secret"],
+        "addresses": addresses,
+    }
+
+
+def ddnet_attributes(registration):
+    """Return the attributes of Server with which a server is listed, as a dict.
+
+    `registration` is as in read_ddnet_registration()."""
+    info = json.loads(registration["info"])
+    return {
+        "ddnet_registration": registration,
+        "verified": "handshake",
+        "name": clean(info["name"]),
+        "mode": clean(info["game_type"]),
+        "map": clean(info["map"]["name"]),
+        "version": clean(info["version"]),
+        "players": clamp(count_ddnet_players(info)),
+        "max_players": clamp(info["max_players"]),
+        "details": {"flags": "password" if info["passworded"] else ""},
+    }
+
+
+class DdnetAddress:
+    """One address of a listed server.
+
+    server          the listed Server
+    source          the address that its registrations come from
+    heard_at        the time of the last registration
+    fingerprint     of the registration that only repeats the last one; see Registry.by_fingerprint
+    proven_until    the time until which such a repetition needs no look at its token"""
+
+    __slots__ = ("server", "source", "heard_at", "fingerprint", "proven_until")
+
+    def __init__(self, server):
+        """Describe an address at which a server has just been listed."""
+        self.server = server
+        self.source = server.source
+        self.heard_at = server.last_seen
+        self.fingerprint = None
+        self.proven_until = 0.0
+
+
+class DdnetListing(NamedTuple):
+    """What Ddnet keeps in its tables for one listed server."""
+
+    secret: str = ""
+    addresses: Sequence[str] = ()
+    source: str = ""
+    large_bytes: int = 0                # of its info, beyond DDNET_USUAL_BYTES
+
+
+NO_DDNET_LISTING = DdnetListing()
+
+
+class Ddnet(TcpProtocol):
+    """DDNet and its kin, the Teeworlds family, as captured from DDNet-Server 16.4.
+
+    A game server registers by HTTP when it starts, every 15 s, and when it ends:
+
+        > POST /ddnet/15/register
+          Address: tw-0.6+udp://connecting-address.invalid:8399
+          Secret: 2ffa794f-fcc9-473a-9966-0f2e0593c528
+          Challenge-Secret: f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.6/ipv4
+          Info-Serial: 0
+          {"max_clients":64,"max_players":64,"passworded":false,"game_type":"TestDDraceNetwork", …
+        < {"status":"need_challenge"}
+
+        and by UDP to the port in Address, at the address that the request has come from:
+        < ffffffffffffffffffff "chal" Challenge-Secret 00 TOKEN 00      for tw-0.6+udp
+        < 21 a37195fe ffffffffffffffff "chal" …                         for tw-0.7+udp
+
+        > the same with Challenge-Token: TOKEN; later without the body, if Info-Serial is the same
+        < {"status":"success"}, or {"status":"need_info"} if the body is needed after all
+
+    The token proves that the game server receives what is sent to its port. It is a MAC, so nothing
+    is kept before it comes back. A server registers each of its addresses, by 0.6 and 0.7, IPv4 and
+    IPv6, with the same Secret. Those with one Secret are one server, which is listed under its
+    first address. An address that is silent for DDNET_LIFETIME_S leaves, and with its last address
+    the server."""
+
+    game = "ddnet"
+
+    def __init__(self, core):
+        """Begin without servers. `core` is the program's Core."""
+        self.core = core
+        self.registry = core.registry
+        self.rules = core.registry.rules
+        self.cookie = Cookie(os.urandom(16), DDNET_TOKEN_MAC_BYTES, DDNET_TOKEN_S)
+        # This master's listed servers: the tables below, by the server's key
+        self.listings = {}
+        self.by_secret = {}
+        self.addresses = {}             # the DdnetAddress of each address
+        # The bytes of the infos beyond DDNET_USUAL_BYTES, by source_keys(); the key "" is for all
+        self.large_bytes = collections.defaultdict(int)
+        self.registry.subscribe(self.on_registry_event, self.game)
+        if core.settings["ddnet.enabled"]:
+            core.http_games[self.game] = self
+
+    def serves(self, server):
+        """Return whether this server can register by HTTP on one of our ports."""
+        settings = self.core.settings
+        if server.game != self.game or not settings["ddnet.enabled"]:
+            return False
+        return bool(settings["http.ports"] or settings["http.https_ports"])
+
+    # The tables
+
+    def on_registry_event(self, event, server):
+        """Keep the tables in step with the list."""
+        listing = NO_DDNET_LISTING
+        if event != "gone" and server.ddnet_registration:
+            listing = self.make_listing(server)
+        before = self.listings.pop(server.key, NO_DDNET_LISTING)
+        if listing.addresses:
+            self.listings[server.key] = listing
+        self.by_secret.pop(before.secret, None)
+        if listing.secret:
+            self.by_secret[listing.secret] = server
+        for text in before.addresses:
+            if text not in listing.addresses:
+                self.addresses.pop(text, None)
+        for text in listing.addresses:
+            if text in self.addresses:
+                self.addresses[text].server = server
+            else:
+                self.addresses[text] = DdnetAddress(server)
+        self.count_large_bytes(before.source, -before.large_bytes)
+        self.count_large_bytes(listing.source, listing.large_bytes)
+
+    @staticmethod
+    def make_listing(server):
+        """Return the DdnetListing of a listed server."""
+        registration = server.ddnet_registration
+        large_bytes = ddnet_large_bytes(registration["info"])
+        return DdnetListing(
+            registration["secret"], registration["addresses"], server.source, large_bytes)
+
+    def count_large_bytes(self, source, difference):
+        """Add a difference to the large bytes of a source and of all."""
+        if not difference:
+            return
+        for key in ("", *source_keys(source)):
+            self.large_bytes[key] += difference
+            if not self.large_bytes[key]:
+                del self.large_bytes[key]
+
+    # Registrations
+
+    def register(self, request, body, now):
+        """Handle a DdnetRequest that registers an address. Return one of the DDNET_ states.
+
+        `body` is the info, or b"" if it has not changed. Raise Refused if the server may not be
+        listed, or if the info is malformed or too large."""
+        server = self.by_secret.get(request.secret)
+        self.check_request(request, server)
+        if not self.is_proven(request, now):
+            self.send_challenge(request, now)
+            return DDNET_NEED_CHALLENGE
+        if body:
+            info = read_ddnet_info(body)
+            try:
+                self.check_info_bytes(request, server, info)
+            except Refused:
+                if server is not None:      # it stays, with its old info
+                    self.refresh(request, server, now)
+                raise
+            self.list_address(request, server, info, request.serial, now)
+        elif server is None or request.serial > server.ddnet_registration["serial"]:
+            return DDNET_NEED_INFO
+        else:
+            self.refresh(request, server, now)
+        return DDNET_SUCCESS
+
+    def refresh(self, request, server, now):
+        """List a proven address of a listed server, whose info stays as it is."""
+        registration = server.ddnet_registration
+        self.list_address(request, server, registration["info"], registration["serial"], now)
+
+    def check_request(self, request, server):
+        """Raise Refused if the rules or a limit forbid to list this address.
+
+        `server` is the listed server with the same Secret, or None."""
+        source, port = request.source, request.port
+        address = self.rules.listed_address(source)
+        if server is not None:
+            self.check_owner(server, address, port)
+        key = self.game, address, port
+        listed_here = self.registry.get(*key)
+        takes_no_room = server is not None or (listed_here is not None and not listed_here.master)
+        if takes_no_room:
+            self.registry.check_rules(source, address, port, None)
+        else:
+            self.registry.check_admission(key, source)
+
+    @staticmethod
+    def check_owner(server, address, port):
+        """Raise Refused if this cannot be another address of the server with the same Secret.
+
+        A server has one port, and one address of each family. Whoever has learned a Secret, but not
+        the server's port, cannot add himself to the server."""
+        is_ipv6 = ":" in address
+        for text in server.ddnet_registration["addresses"]:
+            listed_address, listed_port = ddnet_endpoint(text)
+            is_same_family = (":" in listed_address) == is_ipv6
+            if listed_port != port or (is_same_family and listed_address != address):
+                raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
+                              "moved waits %d s" % (text, DDNET_LIFETIME_S))
+
+    def is_proven(self, request, now):
+        """Is the token of this request one that was sent to the address that it registers?"""
+        try:
+            mac = bytes.fromhex(request.token)
+        except ValueError:
+            return False
+        return self.cookie.is_valid(mac, self.proven_bytes(request), now)
+
+    def proven_bytes(self, request):
+        """Return what a token proves: that whoever has this Secret receives what is sent to an
+        address, also while a server with another Secret is listed there.
+
+        So a game server that is started again can take the place of its former life, and nobody can
+        take it back with a token from before."""
+        source_address = ddnet_address(request.protocol, request.source, request.port)
+        former_secret = ""
+        former = self.former_server(request)
+        if former is not None:
+            former_secret = former.ddnet_registration["secret"]
+        return " ".join((source_address, request.secret, former_secret)).encode()
+
+    def former_server(self, request):
+        """Return the listed server that has the same IP address and port, but another Secret, or
+        None.
+
+        One game server uses a port, by 0.6 and 0.7 alike."""
+        address = self.rules.listed_address(request.source)
+        for protocol in DDNET_06, DDNET_07:
+            listed = self.addresses.get(ddnet_address(protocol, address, request.port))
+            if listed is not None and listed.server.ddnet_registration["secret"] != request.secret:
+                return listed.server
+        return None
+
+    def send_challenge(self, request, now):
+        """Send the challenge with a token to the game server's port, and record it for /check."""
+        head = DDNET_06_HEAD
+        if request.protocol == DDNET_07:
+            head = DDNET_07_HEAD % bytes.fromhex(request.connless_token)
+        token = self.cookie.make(self.proven_bytes(request), now).hex()
+        secret = request.challenge_secret.encode()
+        challenge = b"%s%s%s\0%s\0" % (head, DDNET_CHALLENGE, secret, token.encode())
+        self.core.send(challenge, (request.source, request.port))
+        self.record_outcome(request, "challenged", now, str(request.port))
+
+    def check_info_bytes(self, request, server, info):
+        """Raise Refused if the infos of this source, or all of them, have too many bytes with this
+        one. `server` is the listed server that has it, or None."""
+        more = ddnet_large_bytes(info)
+        if server is not None:
+            more -= self.listings[server.key].large_bytes
+        if more <= 0:
+            return
+        limits = [("", DDNET_LARGE_BYTES)]
+        if not self.rules.exempts(request.source):
+            limits += source_limits(request.source, DDNET_SOURCE_LARGE_BYTES)
+        for key, limit in limits:
+            if self.large_bytes.get(key, 0) + more > limit:
+                raise Refused("limit", "the infos of all servers are too large together; one of "
+                              "at most %d bytes is always accepted" % DDNET_USUAL_BYTES)
+
+    def list_address(self, request, server, info, serial, now):
+        """List a proven address, of the listed `server` with the same Secret or, if that is None,
+        of a new one. Raise Refused if the rules or a limit forbid it."""
+        address = self.rules.listed_address(request.source)
+        text = ddnet_address(request.protocol, address, request.port)
+        addresses = {text}
+        if server is not None:
+            addresses.update(server.ddnet_registration["addresses"])
+        registration = {
+            "info": info,
+            "serial": serial,
+            "secret": request.secret,
+            "addresses": sorted(addresses, key=ddnet_address_order),
+        }
+        self.end_former_server(request)
+        self.list_registration(server, registration, request.source, now)
+        listed = self.addresses[text]
+        listed.source = request.source
+        listed.heard_at = now
+        self.record_outcome(request, "listed", now)
+
+    def end_former_server(self, request):
+        """Take a proven IP address and port from the listed server with another Secret, if one has
+        them.
+
+        The game server was started again: its former life has no port any more."""
+        former = self.former_server(request)
+        if former is None:
+            return
+        address = self.rules.listed_address(request.source)
+        texts = [ddnet_address(protocol, address, request.port)
+                 for protocol in (DDNET_06, DDNET_07)]
+        self.drop_addresses(former, texts)
+
+    def list_registration(self, server, registration, source, now):
+        """List a server with this registration, or refresh it.
+
+        `server` is the one that is listed with the same Secret, or None. If its first address is
+        another one now, it moves there. `source` is the address that the registration comes from.
+        Raise Refused if the rules or a limit forbid it."""
+        first_address = registration["addresses"][0]
+        key = self.game, *ddnet_endpoint(first_address)
+        if first_address in self.addresses:
+            # The server counts for the source of its first address
+            source = self.addresses[first_address].source
+        if server is not None and server.key != key:
+            self.registry.remove_own(server)
+        attributes = ddnet_attributes(registration)
+        self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+
+    # Addresses that leave
+
+    def delete(self, request, now):
+        """Remove the address that a DdnetRequest deletes, if it is listed.
+
+        Raise Refused if it is listed with another Secret."""
+        address = self.rules.listed_address(request.source)
+        text = ddnet_address(request.protocol, address, request.port)
+        listed = self.addresses.get(text)
+        if listed is None:
+            return
+        if listed.server.ddnet_registration["secret"] != request.secret:
+            raise Refused("owner", "Secret: %s is listed with another one" % text)
+        self.drop_addresses(listed.server, [text])
+        self.record_outcome(request, "stopped", now)
+
+    def drop_addresses(self, server, texts):
+        """Remove addresses of a listed server. The server leaves with its last one."""
+        remaining = []
+        for text in server.ddnet_registration["addresses"]:
+            if text not in texts:
+                remaining.append(text)
+        if not remaining:
+            self.registry.remove_own(server)
+            return
+        registration = {**server.ddnet_registration, "addresses": remaining}
+        heard_at = max(self.addresses[text].heard_at for text in remaining)
+        try:
+            self.list_registration(server, registration, server.source, heard_at)
+        except Refused:
+            # At its first remaining address it may not be listed, so it has left
+            self.registry.remove_own(server)
+
+    def tick(self, now):
+        """Remove the addresses that have been silent for too long."""
+        silent = []
+        for text, address in self.addresses.items():
+            if address.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
+                    address.source, address.heard_at, DDNET_LIFETIME_S, now):
+                silent.append(text)
+        for text in silent:
+            # The server may have left with an address that was removed before
+            if text in self.addresses:
+                self.drop_addresses(self.addresses[text].server, [text])
+
+    # Repetitions
+
+    def remember_repetition(self, request, fingerprint):
+        """Remember the fingerprint of a registration that was successful and had no body, so that
+        refresh_repeated() recognizes the next one."""
+        address = self.rules.listed_address(request.source)
+        text = ddnet_address(request.protocol, address, request.port)
+        listed = self.addresses[text]
+        server = listed.server
+        listed.fingerprint = fingerprint
+        # At the end of this window the token may become too old
+        listed.proven_until = self.cookie.window_ends
+        if fingerprint in server.fingerprints:
+            return
+        if len(server.fingerprints) >= DDNET_ADDRESSES:
+            # Some of them are those of former tokens
+            self.registry.forget_fingerprints_of(server)
+        self.registry.add_fingerprint(server, fingerprint)
+
+    def refresh_repeated(self, fingerprint, now):
+        """Refresh the address whose registration has this fingerprint. Return False if there is
+        none, and the registration has to be read."""
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if server is None:
+            return False
+        for text in server.ddnet_registration.get("addresses", ()):
+            address = self.addresses[text]
+            if address.fingerprint == fingerprint and now < address.proven_until:
+                address.heard_at = server.last_seen = now
+                return True
+        return False
+
+    def record_outcome(self, request, outcome, now, detail=""):
+        """Record for /check what became of a DdnetRequest. `outcome` is a key of OUTCOMES."""
+        self.registry.record_outcome(
+            request.source, self.game, request.port, outcome, now, detail)
+
+
+def ddnet_large_bytes(info):
+    """Return by how many bytes an info is larger than a usual one."""
+    return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
+
+
+# The functions that check and clean stored attributes of Server, by the attribute's name
+STORED_READERS = {
+    "luanti_announcement": luanti_fields,
+    "ddnet_registration": read_ddnet_registration,
+}
+
 # ================================================================================================
 # 8  Pages
 #
@@ -8609,6 +9302,7 @@ BADGES = {
     "self-reported": "Not verified: this master cannot query it",
     "another list": "It answers this master; what is shown of it comes from another list",
     "not responding": "Known to this master, but does not answer its queries",
+    "password": "Players need a password",
 }
 
 # The explanations of Server.verified
@@ -9563,6 +10257,7 @@ def render_badges(server):
         "self-reported": server.verified == "self-reported",
         "another list": server.verified == "another list",
         "not responding": not server.responding,
+        "password": "password" in server.details.get("flags", "").split(", "),
     }
     pieces = []
     for badge, explanation in BADGES.items():
@@ -9989,9 +10684,23 @@ def server_facts(server):
         if key not in HIDDEN_DETAILS:
             name = key.replace("_", " ").capitalize()
             facts.append((name, value))
-    player_names = server.luanti_announcement.get("clients_list", ())
-    facts.append(("Players online", ", ".join(player_names)))
+    facts.append(("Addresses", ", ".join(server.ddnet_registration.get("addresses", ()))))
+    facts.append(("Players online", ", ".join(player_names(server))))
     return facts
+
+
+def player_names(server):
+    """Return the names of those who are on a Luanti or DDNet server, with clans in parentheses.
+
+    For other games the list is empty. Those who only watch are among them."""
+    if not server.ddnet_registration:
+        return server.luanti_announcement.get("clients_list", [])
+    names = []
+    for client in json.loads(server.ddnet_registration["info"])["clients"]:
+        name = clean(client["name"])
+        clan = clean(client["clan"])
+        names.append("%s (%s)" % (name, clan) if clan else name)
+    return names
 
 
 def players_text(server):
@@ -10333,6 +11042,7 @@ GAME_TITLES = {
     "subspace": "SubSpace",
     "aio": "AIO",
     "luanti": "Luanti",
+    "ddnet": "DDNet",
     "quake3": "Quake III family",
     **QUAKE3_TITLES,
 }
@@ -10364,6 +11074,14 @@ BANNER_FIELDS = {
 }
 # A request with any other method is answered with 501
 METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
+
+
+# DDNet's routes. The version in them is that of the registrations
+DDNET_REGISTER = "/ddnet/15/register"
+DDNET_SERVERS = "/ddnet/15/servers.json"
+DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
+# The longest bodies, by route, where they are not HTTP_BODY_BYTES
+BODY_BYTES = {DDNET_REGISTER: DDNET_INFO_BYTES}
 
 
 class HttpError(Exception):
@@ -10448,6 +11166,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     """One request and its response, in bytes instead of a socket.
 
     now, address   the time of the request, and the client's address
+    peer           the address at the other end of the connection; a proxy's differs from `address`
     page, query    the path without its query, and the values of the query by name
     route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
@@ -10521,8 +11240,9 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
         self.body_bytes = int(text or 0)
-        if self.body_bytes > HTTP_BODY_BYTES:
-            raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
+        max_bytes = BODY_BYTES.get(self.route, HTTP_BODY_BYTES)
+        if self.body_bytes > max_bytes:
+            raise HttpError(413, "At most %d bytes are accepted." % max_bytes)
 
     def header(self, name):
         """Return the value of a header field, or "" if the request does not have it.
@@ -10637,6 +11357,11 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return response
+            is_registration = data.startswith(DDNET_REQUEST_START)
+            if is_registration and web.refresh_repeated(data, self.address, now):
+                # Like game servers that repeat themselves by UDP, these are not limited
+                self.deadline = now + HTTP_IDLE_S
+                return web.repetition_response(self.extra_fields)
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -10663,6 +11388,7 @@ class HttpSession(Session):
         request = self.request
         request.body = self.buffer[:request.body_bytes]
         request.now = now
+        request.peer = self.address
         request.address = self.web.client_address(
             self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
@@ -10787,6 +11513,9 @@ class Web(TcpProtocol):
         self.cache: Dict[bytes, CachedResponse] = {}
         self.encrypted_cache: Dict[bytes, CachedResponse] = {}
         self.cache_bytes = 0            # the size of both together
+        # The responses to DDNet servers that repeat their registrations, by the header fields of
+        # the connection
+        self.repetition_responses: Dict[Any, bytes] = {}
         self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
@@ -10840,6 +11569,7 @@ class Web(TcpProtocol):
     def forget_responses(self):
         """Empty the caches of lists and of whole responses."""
         self.lists.clear()
+        self.repetition_responses.clear()
         self.empty_caches()
 
     def empty_caches(self):
@@ -10857,6 +11587,28 @@ class Web(TcpProtocol):
             self.empty_caches()
         self.cache_bytes += size
         cache[request_head] = cached
+
+    def refresh_repeated(self, data, peer, now):
+        """Refresh the DDNet server that has sent the same request before. Return False if none has.
+
+        `peer` is the other end of the connection. The request is not parsed: with 20,000 servers
+        that would take most of the time."""
+        ddnet = self.core.http_games.get("ddnet")
+        return ddnet is not None and ddnet.refresh_repeated(hash((data, peer)), now)
+
+    def repetition_response(self, extra_fields):
+        """Return the bytes of the response to a request that refresh_repeated() has recognized.
+
+        `extra_fields` are the further header fields of the connection."""
+        self.request_counts[DDNET_REGISTER, 200] += 1
+        key = tuple(extra_fields)
+        data = self.repetition_responses.get(key)
+        if data is None:
+            request = HttpRequest(DDNET_REQUEST_START)
+            request.close_connection = False
+            data = request.encode(ddnet_response(DDNET_SUCCESS), extra_fields)
+            self.repetition_responses[key] = data
+        return data
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -10916,6 +11668,9 @@ class Web(TcpProtocol):
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
+        if request.route == DDNET_REGISTER:
+            body = to_json({"status": "error", "message": hint})
+            return HttpResponse(body, JSON_TYPE, status, error.fields)
         if request.route == "/announce" and not request.luanti_json:
             body = to_json({"listed": False, "reason": hint})
             return HttpResponse(body, JSON_TYPE, status, error.fields)
@@ -11290,6 +12045,32 @@ def get_list(web, request):
     return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
 
 
+def ddnet_entry(server):
+    """Return the entry of a server in DDNet's list, as JSON."""
+    registration = server.ddnet_registration
+    addresses = to_json(registration["addresses"])
+    return b'{"addresses":%s,"info":%s}' % (addresses, registration["info"].encode())
+
+
+def get_ddnet_servers(web, request):
+    """Return the response with DDNet's list, in the format that the game reads.
+
+    Its clients want to know from the header how old it is."""
+    def render(servers, wall):
+        registered = []
+        for server in web.registry.for_clients(servers):
+            if server.ddnet_registration:
+                registered.append(server)
+        entries = cached_entries(registered, "ddnet", ddnet_entry)
+        return b'{"servers":[%s]}\n' % b",\n".join(entries)
+
+    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render)
+    if "Last-Modified" not in response.fields:      # it has just been rendered
+        wall = request.now + web.epoch
+        response.fields["Last-Modified"] = request.date_time_string(wall)
+    return response
+
+
 # --- Pages ---------------------------------------------------------------------------------------
 
 class Contact(NamedTuple):
@@ -11310,6 +12091,9 @@ CONTACTS = {
     "aio": Contact("AIO servers", "master server %(host)s, port %(port)d"),
     "luanti": Contact("Luanti servers, in minetest.conf",
                       "server_announce = true, and serverlist_url = http://%(page)s"),
+    "ddnet": Contact("DDNet servers, in autoexec_server.cfg",
+                     "sv_register 1; sv_register_url http://%(page)s/ddnet/15/register; "
+                     "http_allow_insecure 1"),
     "hyperbol": Contact("Hyperbol servers", ANNOUNCE_COMMAND),
     "quake3": Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
                       'set sv_master1 "%(host)s:%(port)d"'),
@@ -11320,9 +12104,9 @@ def contact_lines(listeners, host, settings):
     """Return the lines of all Contacts for the games that can be announced here.
 
     The result is a list of (game, reader, line), with the templates filled. `listeners` are the
-    open listeners of this master, `host` is its name or address. The operator's own games, and
-    Luanti, are announced by HTTP."""
-    ports = {"luanti": settings["luanti.enabled"]}
+    open listeners of this master, `host` is its name or address. The operator's own games, Luanti
+    and DDNet are announced by HTTP."""
+    ports = {"luanti": settings["luanti.enabled"], "ddnet": settings["ddnet.enabled"]}
     page = ""
     for listener in listeners:
         # If a protocol has several ports, the last one takes announcements
@@ -11524,8 +12308,6 @@ ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_
 # and each may be written as three, such as %F0. A character of a field's name takes three
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
-# A table for bytes.translate() that keeps digits and replaces every other byte by a space
-DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
 
 
 def post_announce(web, request):
@@ -11588,16 +12370,13 @@ def json_values(body):
 
     Raise Refused if the body is not a JSON object, has too many members, or has a number with so
     many digits that reading it would take long."""
-    numbers = body.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > NUMBER_DIGITS:
-        raise Refused("bad packet", "a number of more than %d digits" % NUMBER_DIGITS)
     try:
-        members = json.loads(body.decode("utf-8-sig")).items()
-    except (ValueError, RecursionError, AttributeError):
-        raise Refused("bad packet", "the body is not a JSON object in UTF-8 "
-                                    'such as {"game": "hyperbol", "port": 27888}') from None
+        members = read_json_object(body)
+    except Malformed as error:
+        reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
+        raise Refused("bad packet", reason) from None
     check_field_count(len(members))
-    return {name: value for name, value in members if value is not None}
+    return {name: value for name, value in members.items() if value is not None}
 
 
 def form_values(body):
@@ -11768,6 +12547,40 @@ def announce_luanti(web, request, port, values):
     return HttpResponse(b"Request has been filed.\n", status=202)
 
 
+# --- Registrations of DDNet servers --------------------------------------------------------------
+
+def post_ddnet_register(web, request):
+    """Handle a registration of a DDNet server, and return the response.
+
+    A refused registration is recorded for the page /check. Raise HttpError with the reason, which
+    the game server writes into its log."""
+    check_no_web_page(request)
+    ddnet = web.core.http_games.get("ddnet")
+    if ddnet is None:
+        raise HttpError(404, "DDNet servers are not listed here.")
+    port = 0
+    try:
+        _, port = read_ddnet_port(request.header)
+        registration = read_ddnet_request(request.header, request.address)
+        if registration.is_delete:
+            ddnet.delete(registration, request.now)
+            return ddnet_response(DDNET_SUCCESS)
+        status = ddnet.register(registration, request.body, request.now)
+    except Refused as refused:
+        web.registry.record_outcome(request.address, "ddnet", port, refused.outcome, request.now,
+                                    str(refused))
+        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+    may_be_repeated = not request.body and not request.close_connection
+    if status == DDNET_SUCCESS and may_be_repeated:
+        ddnet.remember_repetition(registration, hash((request.head, request.peer)))
+    return ddnet_response(status)
+
+
+def ddnet_response(status):
+    """Return the response to a registration. `status` is one of the DDNET_ states."""
+    return HttpResponse(to_json({"status": status}), JSON_TYPE)
+
+
 # --- Is my server listed? ------------------------------------------------------------------------
 
 class OutcomeText(NamedTuple):
@@ -11783,6 +12596,10 @@ OUTCOMES = {
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
         "UDP, or forward the game's port."),
+    "challenged": OutcomeText(
+        "Challenged, but the answer did not come back",
+        "This master sent a challenge to UDP port %s, and the game server has not returned it. "
+        "Open that UDP port in the firewall and forward it in the router."),
     "version": OutcomeText(
         "Wrong version",
         "This master does not list %s. Another version of the game server is needed."),
@@ -11957,7 +12774,7 @@ def is_out_of_date(outcome, port, confirmed_ports):
     are listed now."""
     if outcome == "banned":
         return True
-    return outcome in ("announced", "listed") and port in confirmed_ports
+    return outcome in ("announced", "challenged", "listed") and port in confirmed_ports
 
 
 def finding(outcome, detail, arrival=""):
@@ -12073,7 +12890,9 @@ def get_healthz(web, request):
 
 def allowed_methods(route):
     """Return the methods that a route accepts, separated by ", " as in the header field Allow."""
-    return "POST, OPTIONS" if route == "/announce" else "GET, HEAD, OPTIONS"
+    if route in ("/announce", DDNET_REGISTER):
+        return "POST, OPTIONS"
+    return "GET, HEAD, OPTIONS"
 
 
 def text_route(text, media_type, setting=""):
@@ -12106,6 +12925,8 @@ ROUTES = {
     "/servers.xml": get_servers_xml,
     "/announce": post_announce,
     "/list": get_list,
+    DDNET_REGISTER: post_ddnet_register,
+    DDNET_SERVERS: get_ddnet_servers,
     "/geoip": text_route('{"continent":null}', JSON_TYPE),
 }
 
@@ -12213,6 +13034,7 @@ PROTOCOLS = (
     ProtocolEntry("quake3", "udp", "quake3.port", 0, Quake3),
     ProtocolEntry("http", "tcp", "http.ports", 0, Web, "http.https_ports"),
     ProtocolEntry("luanti", "", "", 0, Luanti),
+    ProtocolEntry("ddnet", "", "", 0, Ddnet),
     # The last one, because its tick then queries servers that the others have just named
     ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
 )
@@ -14327,7 +15149,7 @@ class MasterLogs:
         try:
             values = list(json.loads(record))
             row = self.checked_row(ListedRow(*values[:column_count]))
-            server = restored_server(row, time.monotonic(), time.time(), luanti_fields)
+            server = restored_server(row, time.monotonic(), time.time(), STORED_READERS)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
@@ -14720,8 +15542,8 @@ ASK_WAIT_S = 2.0                    # for each answer: several round trips aroun
 ASK_TOTAL_S = 30.0
 FETCH_S = 10.0                      # a list server that is silent for this long does not answer
 FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its longest form
-# A value in a list in JSON may have this length. The longest entries are Luanti's, with 20 kB
-JSON_VALUE_CHARACTERS = 1 << 16
+# A value in a list in JSON may have this length. The longest entries are DDNet's, with 100 kB
+JSON_VALUE_CHARACTERS = 1 << 17
 JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
 AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
@@ -15071,6 +15893,7 @@ class JsonList(NamedTuple):
 
 ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
 LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
+DDNET_LIST = JsonList(DDNET_SERVERS, "servers", "clients", "max_players")
 
 
 def list_iceball(host, port, tls=False):
@@ -15088,10 +15911,25 @@ def list_json(host, port, json_list, tls):
 
     Raise Malformed if the response is not such a list."""
     entries = list(fetch_json_list(host, port, json_list, tls))
+    return read_json_entries(entries, json_list, json_entry)
+
+
+def read_json_entries(entries, json_list, read_entry):
+    """Return what `read_entry(entry, json_list)` returns for each entry of a list in JSON.
+
+    Raise Malformed if it cannot read one."""
     try:
-        return [json_entry(entry, json_list) for entry in entries]
+        return [read_entry(entry, json_list) for entry in entries]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("%s: %r" % (json_list.path, error)) from None
+
+
+def list_ddnet(host, port, tls=False):
+    """Return the servers that a DDNet master lists, by HTTPS if `tls` is true.
+
+    Each has the first of its addresses, which this master lists by IPv4 if there is one."""
+    entries = list(fetch_json_list(host, port, DDNET_LIST, tls))
+    return read_json_entries(entries, DDNET_LIST, ddnet_list_entry)
 
 
 def fetch_json_list(host, port, json_list, tls=False, address=""):
@@ -15223,6 +16061,25 @@ def json_entry(entry, json_list):
     return server
 
 
+def ddnet_list_entry(entry, json_list):
+    """Return one server of DDNet's list as a dict with the keys that other games' lists have.
+
+    Only the clients that play are counted."""
+    info = entry["info"]
+    address, port = ddnet_endpoint(entry["addresses"][0])
+    players = [client for client in info[json_list.players] if client["is_player"]]
+    return {
+        "address": address,
+        "name": clean(str(info["name"])),
+        "mode": clean(str(info["game_type"])),
+        "map": clean(str(info["map"]["name"])),
+        "version": clean(str(info["version"])),
+        "port": port,
+        "players": len(players),
+        "max_players": int(info[json_list.max_players]),
+    }
+
+
 # For each game the function that fetches a list, and the default port of the game's masters
 LISTS: Any = {
     "iceball": (list_iceball, MASTER_PORTS["iceball"]),
@@ -15231,11 +16088,12 @@ LISTS: Any = {
     "aio": (list_aio, MASTER_PORTS["aio"]),
     "quake3": (list_quake3, MASTER_PORTS["quake3"]),
     "luanti": (list_luanti, MASTER_PORTS["luanti"]),
+    "ddnet": (list_ddnet, MASTER_PORTS["ddnet"]),
 }
 
 
 # Those of these functions that may be told to use HTTPS
-WEB_LISTS = list_iceball, list_luanti
+WEB_LISTS = list_iceball, list_luanti, list_ddnet
 
 
 # --- What other masters list ---------------------------------------------------------------------
@@ -15781,7 +16639,7 @@ class MasterServer:
         self.saved_list = None
         if self.database is not None:
             self.saved_list = SavedList(
-                self.database, self.registry, self.disk, self.health, luanti_fields)
+                self.database, self.registry, self.disk, self.health, STORED_READERS)
         if on_event:
             guarded_event = functools.partial(self.guarded, on_event)
             self.registry.subscribe(guarded_event, every_master=True)
@@ -15992,11 +16850,16 @@ class MasterServer:
         who binds several addresses therefore puts the one that can reach all peers first. If there
         is no socket of that family, a datagram is dropped."""
         for data, peer in protocol.tick(now) or ():
-            address, *_ = peer
-            is_ipv6 = ":" in address
-            udp_socket = self.tick_sockets.get((protocol, is_ipv6))
-            if udp_socket:
-                udp_socket.send([(data, peer)])
+            self.send_from(protocol, data, peer)
+
+    def send_from(self, protocol, data, peer):
+        """Send a datagram from a protocol's first socket of the peer's address family, or drop it
+        if there is none."""
+        address, *_ = peer
+        is_ipv6 = ":" in address
+        udp_socket = self.tick_sockets.get((protocol, is_ipv6))
+        if udp_socket:
+            udp_socket.send([(data, peer)])
 
     def set_epoch(self):
         """Set `epoch` of all protocols: wall clock minus monotonic clock, in seconds. The
@@ -16107,6 +16970,8 @@ class MasterServer:
             poller=self.poller,
             resolve=self.host_names.resolve,
             http_announcers={},
+            http_games={},
+            send=functools.partial(self.send_from, self.poller),
             database=self.database,
             tallies=self.tallies,
             health=self.health,

@@ -102,7 +102,8 @@ def make_core(**settings: str) -> ms.Core:
     registry = ms.Registry(ms.Rules(chosen))
     poller = ms.Poller(chosen)
     return ms.Core(chosen, registry, poller,
-                   lambda host, done, source, like="": done(host, 0.0), {})
+                   lambda host, done, source, like="": done(host, 0.0), {}, {},
+                   lambda data, peer: None)
 
 
 def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
@@ -335,8 +336,8 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
                          "server.bind server.database server.log_file http.ports http.https_ports "
                          "iceball.port iceball.timeout hyperbol.port subspace.port aio.port "
-                         "quake3.port luanti.enabled cluster.redis cluster.name cluster.prefix "
-                         "limits.connections_total")
+                         "quake3.port luanti.enabled ddnet.enabled cluster.redis cluster.name "
+                         "cluster.prefix limits.connections_total")
 
     def test_values(self):
         for name, text, value in (
@@ -490,7 +491,8 @@ class SettingsTest(unittest.TestCase):
                  "blocked": "203.0.113.0/24 = floods", "limits": "exempt =", "notify": "text = x",
                  "server": "refuse_names =", "http": "intro = x", "aio": "news = x",
                  "hyperbol": "servers =", "subspace": "zones =", "quake3": "tags =",
-                 "iceball": "port = 5", "luanti": "enabled = yes", "cluster": "name = a",
+                 "iceball": "port = 5", "luanti": "enabled = yes", "ddnet": "enabled = no",
+                 "cluster": "name = a",
                  "poll": "rate = 5", "upstream": "masters = hyperbol a.example"}
         self.assertEqual(set(below), ms.SECTIONS)
         # Where they are right: a blank in a password is one
@@ -1093,7 +1095,7 @@ class RegistryTest(unittest.TestCase):
             self.registry.set_fingerprint(server, 99)       # the latest alone
             self.assertEqual(self.registry.by_fingerprint, {99: server})
             change(server)
-            self.assertEqual((self.registry.by_fingerprint, server.fingerprint), ({}, None))
+            self.assertEqual((self.registry.by_fingerprint, server.fingerprints), ({}, ()))
 
     def test_the_changes_that_wait_for_the_disk_are_bounded(self):
         with mock.patch.object(ms, "ALTERED_SERVERS", 2):
@@ -2996,7 +2998,7 @@ class SubSpaceWorld:
         world.zones = self.zones
         for server in self.registry.servers():
             row = ms.server_record(server, 0.0)
-            again = ms.restored_server(ms.encoded_row(row), 0.0, self.now, ms.luanti_fields)
+            again = ms.restored_server(ms.encoded_row(row), 0.0, self.now, ms.STORED_READERS)
             assert again is not None
             world.registry.insert(again)
         world.registry.silence_counts_from = 0.0
@@ -5067,7 +5069,7 @@ class Quake3Test(unittest.TestCase):
         self.start()
         for row in rows:
             self.registry.insert(ms.restored_server(ms.ListedRow(*row), 0.0, 10.0,
-                                                    ms.luanti_fields))
+                                                    ms.STORED_READERS))
         self.poll(range(1, 4), info)
         self.assertEqual([server.confirmed for server in self.registry.servers()], [True] * 1000)
         self.assertEqual(self.registry.titles, {"openarena": "OpenArena"})
@@ -6031,6 +6033,64 @@ def luanti_request(text):
 
 # --- Servers that another list names --------------------------------------------------------------
 
+# Captured from DDNet-Server 16.4: header fields of registrations, the same but for the address, and
+# an info. Challenge-Token follows Challenge-Secret
+DDNET_REGISTER = """\
+POST /ddnet/15/register HTTP/1.1\r
+Host: 127.0.0.1:27790\r
+User-Agent: DDNet 16.4 (linux; amd64)\r
+Accept: */*\r
+Accept-Encoding: deflate, gzip, br, zstd\r
+"""
+DDNET_0_6 = """\
+Address: tw-0.6+udp://connecting-address.invalid:8399\r
+Secret: 2ffa794f-fcc9-473a-9966-0f2e0593c528\r
+Challenge-Secret: f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.6/ipv4\r
+Info-Serial: 0\r
+"""
+DDNET_0_7 = """\
+Address: tw-0.7+udp://connecting-address.invalid:8399\r
+Secret: 2ffa794f-fcc9-473a-9966-0f2e0593c528\r
+Connless-Token: a37195fe\r
+Challenge-Secret: f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.7/ipv4\r
+Info-Serial: 0\r
+"""
+DDNET_DELETE_0_6 = """\
+Action: delete\r
+Address: tw-0.6+udp://connecting-address.invalid:8399\r
+Secret: 2ffa794f-fcc9-473a-9966-0f2e0593c528\r
+"""
+DDNET_DELETE_0_7 = DDNET_DELETE_0_6.replace("tw-0.6", "tw-0.7")
+DDNET_INFO = (
+    b'{"max_clients":64,"max_players":64,"passworded":false,"game_type":"TestDDraceNetwork",'
+    b'"name":"Te st \\"\xc3\xbc\\" <b>","map":{"name":"Tutorial",'
+    b'"sha256":"0dafbba301084aebbf439575e36a44bfb65a4f15e606e9eec3814e2e0e28d953",'
+    b'"size":1082711},"version":"0.6.4, 16.4","clients":[]}')
+# Without a token, as in the captured packets; what follows it is the token and a NUL
+DDNET_CHALLENGE_0_6 = (hexa("ffffffffffffffffffff") + b"chal"
+                       b"f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.6/ipv4\0")
+DDNET_CHALLENGE_0_7 = (hexa("21 a37195fe ffffffffffffffff") + b"chal"
+                       b"f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.7/ipv4\0")
+
+
+def ddnet_request(fields: str, body: bytes = b"") -> bytes:
+    """A request with these header fields, each with its end of line."""
+    content = "Content-Type: application/json\r\n" if body else ""
+    head = "%s%s%sContent-Length: %d\r\n\r\n" % (DDNET_REGISTER, fields, content, len(body))
+    return head.encode() + body
+
+
+def ddnet_info(**changed: Any) -> bytes:
+    """The captured info with other members."""
+    return json.dumps({**json.loads(DDNET_INFO), **changed}, ensure_ascii=False).encode()
+
+
+def ddnet_client(name: str = "nameless tee", **changed: Any) -> Dict[str, Any]:
+    """A client in an info, as its server describes it."""
+    return {"name": name, "clan": "", "country": -1, "score": -9999, "is_player": True,
+            "skin": {"name": "default"}, "afk": False, "team": 0, **changed}
+
+
 class FoundWorld:
     """A game's protocol, and one game server of it that another list names and that answers."""
 
@@ -6211,7 +6271,7 @@ class FoundServersTest(unittest.TestCase):
             before.run(3)
             server, = before.registry.servers()
             row = ms.encoded_row(ms.server_record(server, 0.0))
-            restored = ms.restored_server(row, 0.0, before.now, ms.luanti_fields)
+            restored = ms.restored_server(row, 0.0, before.now, ms.STORED_READERS)
             after.registry.insert(restored)
             shown = after.servers()
             after.run(60)
@@ -6289,6 +6349,10 @@ class FuzzTest(unittest.TestCase):
                 b"GET http://[::1]/server?game=aio&address=%5B::1%5D&port=1 HTTP/1.0\r\n\r\n",
                 b"GET /history.json?game=iceball&span=day HTTP/1.0\r\n\r\n",
                 b"OPTIONS /announce HTTP/1.1\r\nHost: x\r\n\r\n"),
+        "Ddnet": (ddnet_request(DDNET_0_6, DDNET_INFO), ddnet_request(DDNET_0_7, DDNET_INFO),
+                  ddnet_request(DDNET_0_6 + "Challenge-Token: TOKEN!\r\n", DDNET_INFO),
+                  ddnet_request(DDNET_0_6 + "Challenge-Token: TOKEN!\r\n"),
+                  ddnet_request(DDNET_DELETE_0_6)),
         "application/x-www-form-urlencoded": (
             b"game=mygame&port=4000&name=M%20%C3%BC&players=3&max_players=9",
             b"game=mygame&port=4000&action=stop"),
@@ -6301,6 +6365,10 @@ class FuzzTest(unittest.TestCase):
             % LUANTI_STORED,
             b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
+            b'["S","m","map","1",1,9,null,"d",0,"handshake",true,{},"203.0.113.9",false,{},{},"",'
+            b'{"info":%s,"serial":0,"secret":"0123456789abcdef0123456789abcdef",'
+            b'"addresses":["tw-0.6+udp://203.0.113.9:8399"]}]' % json.dumps(
+                DDNET_INFO.decode()).encode(),
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
@@ -6312,6 +6380,9 @@ class FuzzTest(unittest.TestCase):
         self.chance = random.Random(20)
         self.core = make_core(games__mygame="My Game", limits__requests="100000",
                               limits__datagrams="100000", limits__servers="300")
+        self.tokens = {}                # of the last challenge to each address
+        self.core = self.core._replace(send=lambda data, peer: self.tokens.update(
+            {peer[0]: data.split(b"\0")[-2]}))
         self.protocols = protocols_of(self.core)
         self.sessions = []
         self.now = 0.0
@@ -6348,6 +6419,7 @@ class FuzzTest(unittest.TestCase):
         greeting, out = session.opened(self.now), b""
         try:
             data = data.replace(b"KEY!", greeting[4:8])
+            data = data.replace(b"TOKEN!", self.tokens.get(self.here[0], b"00"))
             out = feed(session, data, self.chance.choice((1, 7, 1 << 30)), self.now)
             if self.chance.random() < 0.3:
                 out += session.ended(self.now)
@@ -6370,7 +6442,7 @@ class FuzzTest(unittest.TestCase):
         registry = self.core.registry
         with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
             server = ms.restored_server(ms.ListedRow(*row), self.now, 10.0,
-                                        ms.luanti_fields)
+                                        ms.STORED_READERS)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
                 registry.insert(server)
@@ -6397,7 +6469,7 @@ class FuzzTest(unittest.TestCase):
     def lists(self):
         """Whatever got in, every list can be made of it."""
         for path in ("/master.json", "/servers.json", "/servers.xml", "/", "/metrics", "/list",
-                     "/check?address=203.0.113.9"):
+                     ms.DDNET_SERVERS, "/check?address=203.0.113.9"):
             session = self.protocols["Web"].session("192.0.2.1", self.now)
             status, _, body, _ = split_response(feed(session, http_request(path), now=self.now))
             self.assertEqual(status, 200, path)
@@ -6411,7 +6483,8 @@ class FuzzTest(unittest.TestCase):
             self.connection("Aio", request)
 
     def test_noise(self):
-        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})   # it has no socket
+        # Luanti's packets are those of "multipart/form-data"
+        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})
         games = set()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -6427,6 +6500,8 @@ class FuzzTest(unittest.TestCase):
                 self.connection("Web", http_request(
                     "/announce", "Content-Type: " + name, "Content-Length: %d" % len(data),
                     method="POST", body=data))
+            elif name == "Ddnet":                       # it has no socket of its own
+                self.connection("Web", data)
             elif isinstance(self.protocols[name], ms.UdpProtocol):
                 self.datagram(name, data, self.here)
             else:
@@ -6626,7 +6701,7 @@ class WebCase(unittest.TestCase):
     def setUp(self):
         # The header Date has the wall clock's second, which may end between two equal requests
         patch = mock.patch.object(ms.HttpRequest, "date_time_string",
-                                  lambda request: "Thu, 01 Jan 1970 00:00:00 GMT")
+                                  lambda *arguments: "Thu, 01 Jan 1970 00:00:00 GMT")
         patch.start()
         self.addCleanup(patch.stop)
         self.core = make_core(**self.settings)
@@ -7198,13 +7273,14 @@ flavor="3" ping_milliseconds="41"/>
             page = html.unescape(self.get("/")[2].decode())
             for words in ('[["%s", 1]]', "Server1 = %s, port 3", "server %s, port 4",
                           "announce --game hyperbol --port PORT %s:6", "_url = http://%s:6",
+                          "sv_register_url http://%s:6/ddnet/15/register; http_allow_insecure 1",
                           "announce --game mygame --port PORT %s:6"):
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
         self.assertEqual(ms.contact_lines(listeners[3:4], "host", self.core.settings),
                          [("aio", "AIO servers", "master server host, port 4")])
-        self.core.settings.values["luanti.enabled"] = False
+        self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
         self.assertEqual({line[0] for line in ms.contact_lines(
             listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
 
@@ -8164,7 +8240,7 @@ class LuantiTest(WebCase):
             text = ms.ENCODER.encode(row[6]).replace('"uptime":300', damage.decode())
             with contextlib.suppress(ms.Refused):
                 self.registry.insert(ms.restored_server(
-                    ms.ListedRow(*row[:6], text), 5.0, 1005.0, ms.luanti_fields))
+                    ms.ListedRow(*row[:6], text), 5.0, 1005.0, ms.STORED_READERS))
             self.assertEqual(self.registry.total, kept)
             if kept:
                 self.assertFalse(self.registry.servers()[0].confirmed)
@@ -8302,6 +8378,615 @@ class LuantiOnTheWire(unittest.TestCase):
         game.kill()
         with mock.patch.object(ms.Luanti, "timeout_s", 0.2):    # now that it does not answer
             listed(server, 0)
+
+
+class DdnetTest(WebCase):
+    settings = {"limits__requests": "1000000", "limits__exempt": ""}
+    HERE = "203.0.113.9"
+    HERE_6 = "2001:db8::9"
+    HTTP_0_6 = "tw-0.6+udp://203.0.113.9:8399"
+    HTTP_0_7 = "tw-0.7+udp://203.0.113.9:8399"
+
+    def setUp(self):
+        super().setUp()
+        self.sent = []
+        self.core = self.core._replace(send=lambda data, peer: self.sent.append((data, peer)))
+        self.web = ms.Web(self.core)
+        self.ddnet = ms.Ddnet(self.core)
+
+    def send(self, request, source=HERE, now=0.0, size=1 << 30):
+        """The status of the response, and what its JSON tells."""
+        status, headers, body, rest = split_response(
+            feed(self.session(source, now), request, size, now))
+        self.assertEqual((headers["Content-Type"], rest), (ms.JSON_TYPE, b""))
+        answer = json.loads(body.decode())
+        return status, answer.pop("message", answer["status"])
+
+    def token(self):
+        """The token of the last challenge."""
+        return self.sent[-1][0].split(b"\0")[-2].decode()
+
+    def register(self, fields=DDNET_0_6, body=DDNET_INFO, source=HERE, now=0.0, size=1 << 30):
+        """Register with a token that is asked for first; the answer, and the header fields."""
+        self.assertEqual(self.send(ddnet_request(fields, body), source, now, size),
+                         (200, "need_challenge"))
+        fields += "Challenge-Token: %s\r\n" % self.token()
+        return self.send(ddnet_request(fields, body), source, now, size), fields
+
+    def all_four(self, now=0.0):
+        """Register by 0.6 and 0.7, IPv4 and IPv6; the header fields and source of each."""
+        places = []
+        for fields, source in itertools.product((DDNET_0_6, DDNET_0_7), (self.HERE_6, self.HERE)):
+            answer, with_token = self.register(fields, source=source, now=now)
+            self.assertEqual(answer, (200, "success"))
+            places.append((with_token, source))
+        return places
+
+    def entries(self, now=0.0):
+        self.web.forget_responses()
+        return json.loads(self.get(ms.DDNET_SERVERS, now=now)[2].decode())["servers"]
+
+    def addresses(self, now=0.0):
+        return [entry["addresses"] for entry in self.entries(now)]
+
+    def outcome(self, source=HERE, port=8399):
+        return self.registry.outcomes.get(source, "ddnet", port)[1:]
+
+    def tick(self, now):
+        self.registry.expire(now)
+        self.ddnet.tick(now)
+
+    def test_the_captured_exchange(self):
+        """Whole and in pieces, by 0.6 and 0.7: one server with two addresses."""
+        for size in (1, 2, 7, 100, 1 << 30):
+            self.setUp()
+            tokens = []
+            for fields, challenge in ((DDNET_0_6, DDNET_CHALLENGE_0_6),
+                                      (DDNET_0_7, DDNET_CHALLENGE_0_7)):
+                request = ddnet_request(fields, DDNET_INFO)
+                self.assertEqual(self.send(request, size=size), (200, "need_challenge"))
+                data, peer = self.sent.pop()
+                self.assertEqual((data[:len(challenge)], data[-1:], peer),
+                                 (challenge, b"\0", (self.HERE, 8399)))
+                self.assertTrue(70 <= len(data) <= 80 and len(data) < len(request) / 4)
+                tokens.append("Challenge-Token: %s\r\n" % data[len(challenge):-1].decode())
+            self.assertEqual((self.entries(), self.outcome()[0]), ([], "challenged"))
+            for now, body in ((0.0, DDNET_INFO), (15.0, b""), (30.0, b"")):
+                for fields, token in zip((DDNET_0_6, DDNET_0_7), tokens):
+                    self.assertEqual(self.send(ddnet_request(fields + token, body), now=now,
+                                               size=size), (200, "success"))
+            self.assertEqual(self.entries(), [
+                {"addresses": [self.HTTP_0_6, self.HTTP_0_7], "info": json.loads(DDNET_INFO)}])
+            self.assertEqual(self.outcome(), ("listed", ""))
+            entry, = self.servers()
+            self.assertEqual([entry[name] for name in (
+                "game", "address", "port", "name", "mode", "map", "version", "players",
+                "max_players", "verified")], [
+                "ddnet", self.HERE, 8399, 'Te st "ü" <b>', "TestDDraceNetwork", "Tutorial",
+                "0.6.4, 16.4", 0, 64, "handshake"])
+            for fields, left in ((DDNET_DELETE_0_6, [[self.HTTP_0_7]]), (DDNET_DELETE_0_7, []),
+                                 (DDNET_DELETE_0_7, [])):
+                self.assertEqual(self.send(ddnet_request(fields), now=31.0, size=size),
+                                 (200, "success"))
+                self.assertEqual(self.addresses(), left)
+            self.assertEqual(self.outcome()[0], "stopped")
+            self.assertEqual([self.ddnet.listings, self.ddnet.by_secret, self.ddnet.addresses,
+                              self.ddnet.large_bytes], [{}, {}, {}, {}])
+
+    def test_the_list_by_head_and_how_old_it_is(self):
+        self.register()
+        self.web.epoch = 86400.0
+        times = []
+
+        def date_time_string(request, wall=None):
+            times.append(wall)
+            return "Fri, 02 Jan 1970 00:00:00 GMT"
+
+        with mock.patch.object(ms.HttpRequest, "date_time_string", date_time_string):
+            for method, is_empty in (("HEAD", True), ("GET", False)):
+                data = self.exchange(http_request(ms.DDNET_SERVERS, method=method))
+                head, _, body = data.partition(b"\r\n\r\n")
+                for line in (b"HTTP/1.1 200 OK", b"Last-Modified: Fri, 02 Jan 1970 00:00:00 GMT",
+                             b"Date: Fri, 02 Jan 1970 00:00:00 GMT",
+                             b"Content-Type: application/json; charset=utf-8",
+                             b"Access-Control-Allow-Origin: *"):
+                    self.assertIn(line, head.split(b"\r\n"))
+                self.assertNotIn(b"Age:", head)
+                self.assertEqual(not body, is_empty)
+        # It is rendered once, at 86400 by the wall clock; the header Date is the present time
+        self.assertEqual(times.count(86400.0), 1)
+
+    def test_four_addresses_are_one_server(self):
+        """Its players are counted once. It stands where IPv4 leads, whichever comes first."""
+        body = ddnet_info(clients=[ddnet_client(), ddnet_client(is_player=False)])
+        addresses = [self.HTTP_0_6, self.HTTP_0_7, "tw-0.6+udp://[2001:db8::9]:8399",
+                     "tw-0.7+udp://[2001:db8::9]:8399"]
+        for order in itertools.permutations(itertools.product(
+                (DDNET_0_6, DDNET_0_7), (self.HERE, self.HERE_6))):
+            self.setUp()
+            for fields, source in order:
+                self.assertEqual(self.register(fields, body, source)[0], (200, "success"))
+            self.assertEqual(self.addresses(), [addresses])
+            entry, = self.servers()
+            self.assertEqual([entry["address"], entry["port"], entry["players"]],
+                             [self.HERE, 8399, 1])
+            self.assertEqual(self.registry.census(1.0)["ddnet"].players, 1)
+            self.assertEqual(dict(self.registry.sources), {self.HERE: 1})
+        page = self.get("/server?game=ddnet&address=%s&port=8399" % self.HERE)[2].decode()
+        self.assertIn(", ".join(addresses), page)
+
+    def test_who_is_silent(self):
+        """Each address leaves by itself after 30 s, and the server with its last one."""
+        v4 = [self.HTTP_0_6, self.HTTP_0_7]
+        v6 = ["tw-0.6+udp://[2001:db8::9]:8399", "tw-0.7+udp://[2001:db8::9]:8399"]
+        for silent, stay in ((0, v4[:1] + v4[1:] + v6[1:]), (1, v4[1:] + v6), (2, v4 + v6[:1]),
+                             (3, v4[:1] + v6)):
+            self.setUp()
+            for number, (fields, source) in enumerate(self.all_four()):
+                if number != silent:
+                    self.send(ddnet_request(fields), source, 20.0)
+            self.tick(29.9)
+            self.assertEqual(len(self.addresses(29.9)[0]), 4)
+            self.tick(30.0)
+            self.assertEqual(self.addresses(30.0), [stay])
+            self.tick(49.9)
+            self.assertEqual(len(self.addresses(49.9)), 1)
+            self.tick(50.0)
+            self.assertEqual((self.addresses(50.0), self.ddnet.addresses), ([], {}))
+
+    def test_a_server_moves_to_what_it_has_left(self):
+        """Its IPv4 addresses fall silent or are deleted."""
+        for is_deleted in (False, True):
+            self.setUp()
+            for fields, source in self.all_four():
+                if source == self.HERE_6:
+                    self.send(ddnet_request(fields), source, 20.0)
+            if is_deleted:
+                for fields in DDNET_DELETE_0_6, DDNET_DELETE_0_7:
+                    self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
+            self.tick(30.0)
+            server, = self.registry.servers()
+            self.assertEqual((server.address, server.last_seen, server.name),
+                             (self.HERE_6, 20.0, 'Te st "ü" <b>'))
+            self.tick(50.0)
+            self.assertEqual(self.registry.total, 0)
+
+    def test_when_the_info_is_needed(self):
+        answer, fields = self.register()
+        for serial, body, expected in (
+                (0, b"", "success"), (1, b"", "need_info"), (1, ddnet_info(name="B"), "success"),
+                (1, b"", "success"), (0, b"", "success"), (3, b"", "need_info"),
+                (3, ddnet_info(name="C"), "success"), (3, b"", "success")):
+            request = ddnet_request(fields.replace("Serial: 0", "Serial: %d" % serial), body)
+            self.assertEqual(self.send(request), (200, expected))
+        self.assertEqual(self.servers()[0]["name"], "C")
+        self.setUp()
+        self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
+        self.assertEqual(self.registry.total, 0)
+
+    def test_header_fields_in_words(self):
+        for name, values, words in (
+                ("Address", ("", "tw-0.6+udp://203.0.113.9:8399", "tw-0.6+udp://localhost:8399",
+                             "tw-0.5+udp://connecting-address.invalid:8399",
+                             "tw-0.6+udp://connecting-address.invalid", "8399",
+                             "tw-0.6+udp://connecting-address.invalid:8399/",
+                             "tw-0.6+udp://connecting-address.invalid:x"),
+                 "expected tw-0.6+udp://"),
+                ("Address", ("tw-0.6+udp://connecting-address.invalid:0",
+                             "tw-0.6+udp://connecting-address.invalid:65536"), "is not a port"),
+                ("Secret", ("", "x" * 129, "a b", "\xfc"), "expected 1 to 128"),
+                ("Challenge-Secret", ("", "x" * 129, "a b"), "expected 1 to 128"),
+                ("Info-Serial", ("", "-1", "1.5", "x", "9" * 19), "expected a whole number"),
+                ("Connless-Token", ("", "a37195f", "a37195fe0", "a37195fg"), "expected eight"),
+                ("Action", ("insert", "Delete"), "expected delete")):
+            for value in values:
+                lines = [line for line in DDNET_0_7.split("\r\n") if not line.startswith(name)]
+                fields = "\r\n".join([*lines[:-1], *["%s: %s" % (name, value)] * bool(value), ""])
+                request = ddnet_request(fields, DDNET_INFO)
+                status, message = self.send(request)
+                self.assertEqual((status, message[:len(name) + 2]), (400, name + ": "), message)
+                self.assertIn(words, message)
+        twice = ddnet_request(DDNET_0_6 + DDNET_0_6, DDNET_INFO)
+        self.assertEqual(self.send(twice)[0], 400)
+        self.assertEqual((self.sent, self.registry.total), ([], 0))
+        self.assertEqual(self.outcome()[0], "bad packet")
+
+    def test_an_info_that_clients_would_not_show(self):
+        """It is refused by the name of its field, and nothing changes."""
+        client = ddnet_client()
+        for words, changed in (
+                ("max_clients: expected a whole number", {"max_clients": 64.0}),
+                ("max_clients: expected", {"max_clients": True}),
+                ("max_clients: expected", {"max_clients": -1}),
+                ("max_clients: expected", {"max_clients": 1 << 31}),
+                ("max_players: expected a whole number", {"max_players": "64"}),
+                ("max_players: more than max_clients", {"max_players": 65}),
+                ("passworded: expected true or false", {"passworded": 0}),
+                ("game_type: expected a text", {"game_type": None}),
+                ("name: expected a text", {"name": ["x"]}),
+                ("name: expected a text without control", {"name": "a\nb"}),
+                ("game_type: expected a text without control", {"game_type": "\x1b[0m"}),
+                ("version: expected a text without control", {"version": "\0"}),
+                ("map: expected an object", {"map": "Tutorial"}),
+                ("map.name: expected a text", {"map": {}}),
+                ("map.name: expected a text without control", {"map": {"name": "\t"}}),
+                ("clients: expected a list", {"clients": {}}),
+                ("clients[0]: expected an object", {"clients": ["x"]}),
+                *[("clients[1].%s: expected" % name, {"clients": [client, {**client, name: value}]})
+                  for name, value in (("name", 5), ("clan", None), ("country", "de"),
+                                      ("country", 1.0), ("score", True), ("score", 1 << 31),
+                                      ("score", -(1 << 31) - 1), ("is_player", 1))],
+                ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
+                ("clients: more than max_clients", {"clients": [client] * 65}),
+                ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
+                ("info: ", {"x": math.nan}), ("info: ", {"x": math.inf})):
+            with self.subTest(words=words, changed=changed):
+                self.setUp()
+                (status, message), fields = self.register(body=ddnet_info(**changed))
+                self.assertEqual((status, message[:len(words)]), (400, words), message)
+                self.assertEqual(self.registry.total, 0)
+                self.assertEqual(self.outcome(), ("bad packet", message))
+                self.send(ddnet_request(fields, DDNET_INFO))
+                self.assertEqual(self.send(ddnet_request(fields, ddnet_info(**changed)))[0], 400)
+                self.assertEqual(self.entries()[0]["info"], json.loads(DDNET_INFO))
+        for body in (b"[]", b"5", b"{", b"{}", b'{"max_clients":64,\xff}', b"[" * 90000,
+                     DDNET_INFO[:-1], DDNET_INFO + b"x", b"9" * 5000,
+                     DDNET_INFO.replace(b"Tutorial", b"\\ud800"),
+                     DDNET_INFO.replace(b"1082711", b"1e999")):
+            self.setUp()
+            self.assertEqual(self.register(body=body)[0][0], 400, body[:40])
+            self.assertEqual(self.registry.total, 0)
+
+    def test_what_clients_are_given(self):
+        """The info is what the server has sent, with all that this master does not know."""
+        for changed in (
+                {"max_clients": 0, "max_players": 0}, {"name": "", "game_type": ""},
+                {"clients": [ddnet_client("\u200bé\U0001F600", clan="\x7f")] * 64},
+                {"further": [None, {"deep": [1.5, -7, "\u2028"]}], "client_score_kind": "time"},
+                {"clients": [ddnet_client(score=-(1 << 31), country=(1 << 31) - 1)]}):
+            self.setUp()
+            self.assertEqual(self.register(body=ddnet_info(**changed))[0], (200, "success"))
+            self.assertEqual(self.entries()[0]["info"], json.loads(ddnet_info(**changed)))
+
+    def test_tokens_that_prove_nothing(self):
+        """For another port, protocol, address or Secret, wrong or too old: nothing changes."""
+        answer, fields = self.register()
+        before = self.entries(), self.registry.generation
+        body = ddnet_info(name="Forged")
+        other_secret = fields.replace("2ffa", "0000")
+        for forged, source, now in (
+                (fields.replace(":8399", ":8400").replace("2ffa", "0000"), self.HERE, 1.0),
+                (other_secret, self.HERE, 1.0),
+                (fields.replace("2ffa", "0000"), "203.0.113.10", 1.0),
+                (fields.replace("2ffa", "0000"), self.HERE_6, 1.0),
+                (fields, self.HERE_6, 1.0),
+                (fields.replace("tw-0.6", "tw-0.7") + "Connless-Token: 00000000\r\n", self.HERE,
+                 1.0),
+                (fields.replace(self.token(), ""), self.HERE, 1.0),
+                (fields.replace(self.token(), "x" * 16), self.HERE, 1.0),
+                (fields.replace(self.token(), "0" * 16), self.HERE, 1.0),
+                (fields.replace(self.token(), self.token()[:-2]), self.HERE, 1.0),
+                (fields, self.HERE, 240.0), (fields, self.HERE, 3600.0)):
+            self.assertEqual(self.send(ddnet_request(forged, body), source, now),
+                             (200, "need_challenge"), forged)
+            self.assertEqual(self.send(ddnet_request(forged), source, now),
+                             (200, "need_challenge"), forged)
+            self.assertEqual((self.entries(), self.registry.generation), before)
+        # It is good for two minutes at least, whenever it was made
+        for made_at in (0.0, 119.9, 120.0):
+            self.setUp()
+            answer, fields = self.register(now=made_at)
+            for now in (made_at + 60.0, made_at + 120.0):
+                self.assertEqual(self.send(ddnet_request(fields), now=now), (200, "success"))
+
+    def test_a_secret_that_belongs_to_another(self):
+        """Who has learned it, but has another address or port, changes nothing."""
+        answer, fields = self.register(DDNET_0_6, ddnet_info(name="Right"))
+        answer, _ = self.register(DDNET_0_6.replace("2ffa", "3ffa").replace("8399", "8400"))
+        self.assertEqual(answer, (200, "success"))
+        before = self.entries()
+        body = ddnet_info(name="Forged")
+        for forged, source in (
+                (DDNET_0_6, "203.0.113.10"), (DDNET_0_6.replace("8399", "8401"), self.HERE),
+                (DDNET_0_6.replace("8399", "8400"), self.HERE),
+                (DDNET_0_6.replace("8399", "8401"), self.HERE_6)):
+            status, message = self.send(ddnet_request(forged, body), source)
+            self.assertEqual((status, "Secret: it is that of the server at" in message),
+                             (403, True), message)
+        for forged in (DDNET_DELETE_0_6.replace("2ffa", "0000"),
+                       DDNET_DELETE_0_6.replace("8399", "8400")):
+            status, message = self.send(ddnet_request(forged))
+            self.assertEqual((status, "is listed with another one" in message), (403, True))
+        self.assertEqual(self.send(ddnet_request(DDNET_DELETE_0_6), "203.0.113.10"),
+                         (200, "success"))              # nothing is listed there
+        self.assertEqual(self.entries(), before)
+
+    def test_a_game_server_that_starts_again(self):
+        """Its new Secret takes the place of the old one, once it has proven its port."""
+        for keeps_ipv6 in (False, True):
+            self.setUp()
+            places = self.all_four()
+            again = DDNET_0_6.replace("2ffa", "0000")
+            self.assertEqual(self.register(again, ddnet_info(name="Again"))[0], (200, "success"))
+            names = sorted(entry["name"] for entry in self.servers())
+            self.assertEqual(names, ["Again", 'Te st "ü" <b>'])
+            for fields, source in places:               # the former life
+                if source == self.HERE:
+                    self.assertEqual(self.send(ddnet_request(fields), source),
+                                     (200, "need_challenge"))
+                elif keeps_ipv6:
+                    self.assertEqual(self.send(ddnet_request(fields), source)[0], 200)
+            self.assertEqual(self.register(again, ddnet_info(name="Again"), self.HERE_6)[0],
+                             (200, "success"))
+            self.assertEqual([entry["addresses"] for entry in self.entries()], [
+                [self.HTTP_0_6, "tw-0.6+udp://[2001:db8::9]:8399"]])
+
+    def test_rules_and_limits(self):
+        """Each is answered in words that the game server logs."""
+        network = ms.read_network("198.51.100.0/24")
+        self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
+        self.registry.rules.refuse_names = (ms.read_pattern("casino"),)
+        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO), "198.51.100.1"),
+                         (403, "fake players"))
+        self.assertEqual(self.register(body=ddnet_info(name="A Casino"))[0][0], 403)
+        for port in range(9000, 9033):
+            fields = DDNET_0_6.replace("8399", str(port)).replace("2ffa-", "%04d-" % port)
+            fields = fields.replace("2ffa", str(port))
+            if port < 9032:
+                self.assertEqual(self.register(fields)[0], (200, "success"))
+            else:
+                status, message = self.send(ddnet_request(fields, DDNET_INFO))
+                self.assertEqual((status, "at most 32 servers" in message), (429, True))
+        self.assertEqual(self.registry.total, 32)
+        too_long = ddnet_request(DDNET_0_6, b"x" * (ms.DDNET_INFO_BYTES + 1))
+        self.assertEqual(self.send(too_long), (413, "At most 102400 bytes are accepted."))
+        self.assertEqual(self.send(http_request(ms.DDNET_REGISTER)),
+                         (405, "/ddnet/15/register takes POST, OPTIONS."))
+        self.assertEqual(self.send(ddnet_request(DDNET_0_6 + "Origin: http://a.example\r\n"))[0],
+                         403)
+
+    def test_switched_off(self):
+        core = make_core(ddnet__enabled="no")
+        self.web = ms.Web(core)
+        ms.Ddnet(core)
+        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO)),
+                         (404, "DDNet servers are not listed here."))
+
+    def test_large_infos_are_counted(self):
+        """By source and in all. Who is listed stays, with his old info; small ones always fit."""
+        large = ddnet_info(x="y" * 90_000)
+        per_source = 12         # of a megabyte, with 86 kB beyond the usual 4 kB
+
+        def fields_of(port):
+            return DDNET_0_6.replace("8399", str(port)).replace("2ffa", str(port))
+
+        for port in range(9000, 9000 + per_source):
+            self.assertEqual(self.register(fields_of(port), large)[0], (200, "success"))
+        (status, message), _ = self.register(fields_of(9100), large)
+        self.assertEqual((status, "too large together" in message), (429, True))
+        answer, fields = self.register(fields_of(9101))
+        self.assertEqual(answer, (200, "success"))
+        later = fields.replace("Serial: 0", "Serial: 1")
+        self.assertEqual(self.send(ddnet_request(later, large), now=20.0)[0], 429)
+        server = self.registry.get("ddnet", self.HERE, 9101)
+        self.assertEqual((server.last_seen, len(server.ddnet_registration["info"])),
+                         (20.0, len(ms.read_ddnet_info(DDNET_INFO))))
+        self.assertEqual(self.send(ddnet_request(later), now=20.0), (200, "need_info"))
+        self.assertEqual(self.register(fields_of(9102), large, "203.0.113.10", 20.0)[0][0], 200)
+        # A smaller info gives its bytes back
+        answer, fields = self.register(fields_of(9000), now=20.0)
+        self.assertEqual(self.send(ddnet_request(later, large), now=20.0)[0], 200)
+        self.assertEqual(self.send(ddnet_request(fields, large), now=20.0)[0], 429)
+        self.ddnet.large_bytes[""] = ms.DDNET_LARGE_BYTES
+        self.assertEqual(self.register(fields_of(9103), large, "203.0.113.11", 20.0)[0][0], 429)
+        self.assertEqual(self.register(fields_of(9103), source="203.0.113.11", now=20.0)[0][0],
+                         200)
+
+    def test_repetitions_are_not_parsed(self):
+        """The same bytes from the same address: as long as nothing about the server changes, and
+        its token is surely good."""
+        answer, fields = self.register()
+        request = ddnet_request(fields)
+        parsed = mock.patch.object(ms.HttpRequest, "parse", side_effect=AssertionError("parsed"))
+        refused = mock.patch.object(self.registry.rules.request_limiter, "allow",
+                                    return_value=False)
+
+        def repeat(now, source=self.HERE):
+            return feed(self.session(source, now), request, now=now)
+
+        def is_parsed(now, source=self.HERE):
+            with parsed, contextlib.suppress(AssertionError):
+                repeat(now, source)
+                return False
+            return True
+
+        first = repeat(1.0)
+        with refused:                                   # nor are they limited
+            self.assertFalse(is_parsed(2.0))
+            self.assertEqual(repeat(3.0), first)
+        server, = self.registry.servers()
+        self.assertEqual((server.last_seen, self.ddnet.addresses[self.HTTP_0_6].heard_at),
+                         (3.0, 3.0))
+        self.assertEqual(self.web.request_counts[ms.DDNET_REGISTER, 200], 5)
+        for end in (lambda: self.registry.update(server, {"name": "Other"}),
+                    lambda: self.registry.apply_rules(self.core.settings),
+                    lambda: self.send(ddnet_request(fields, ddnet_info(name="New")), now=5.0)):
+            end()
+            self.assertTrue(is_parsed(5.0))
+            self.assertEqual(self.send(request, now=5.0), (200, "success"))
+            self.assertFalse(is_parsed(5.0))
+        self.assertTrue(is_parsed(5.0, "203.0.113.10"))
+        self.assertTrue(is_parsed(120.0))               # the token may be too old soon
+        self.assertEqual(self.send(request, now=120.0), (200, "success"))
+        self.assertFalse(is_parsed(121.0))
+        self.assertEqual(self.send(request, now=240.0), (200, "need_challenge"))
+        # A body, or the end of the connection, is nothing to repeat
+        for further, body in (("", DDNET_INFO), ("Connection: close\r\n", b"")):
+            self.setUp()
+            answer, fields = self.register()
+            self.assertEqual(self.send(ddnet_request(fields + further, body)), (200, "success"))
+            self.assertEqual(self.registry.by_fingerprint, {})
+
+    def test_fingerprints_do_not_pile_up(self):
+        """Each token has its own; four are kept for a server."""
+        for now in range(0, 12000, 120):
+            answer, fields = self.register(now=float(now))
+            self.send(ddnet_request(fields), now=float(now))
+            self.assertLessEqual(len(self.registry.by_fingerprint), ms.DDNET_ADDRESSES)
+        server, = self.registry.servers()
+        self.assertEqual(set(server.fingerprints), set(self.registry.by_fingerprint))
+
+    def test_behind_a_proxy(self):
+        """The client's address counts, also for repetitions."""
+        reload(self.core, self.web, http__trusted_proxies="127.0.0.1",
+               **self.settings)
+        forwarded = DDNET_0_6 + "X-Forwarded-For: %s\r\n" % self.HERE
+        answer, fields = self.register(forwarded, source="127.0.0.1")
+        self.assertEqual((answer, self.sent[-1][1]), ((200, "success"), (self.HERE, 8399)))
+        for now in (1.0, 2.0):
+            self.assertEqual(self.send(ddnet_request(fields), "127.0.0.1", now), (200, "success"))
+        server, = self.registry.servers()
+        self.assertEqual((server.address, server.last_seen), (self.HERE, 2.0))
+        self.assertEqual(self.send(ddnet_request(fields), "127.0.0.2", 3.0)[0], 403)
+
+    def test_addresses_that_the_operator_maps(self):
+        self.core.settings.values["address_map"] = {"10.0.0.5": "203.0.113.77"}
+        self.registry.rules.read(self.core.settings)
+        self.assertEqual(self.register(source="10.0.0.5")[0], (200, "success"))
+        self.assertEqual(self.sent[-1][1], ("10.0.0.5", 8399))
+        self.assertEqual(self.addresses(), [["tw-0.6+udp://203.0.113.77:8399"]])
+
+    def test_what_is_stored(self):
+        """All are back after a restart of the master. Who does not register within 30 s leaves."""
+        places = self.all_four()
+        server, = self.registry.servers()
+        self.registry.update(server, {"priority": 3})
+        row = ms.encoded_row(ms.server_record(server, 1000.0))
+        self.setUp()
+        again = ms.restored_server(row, 10.0, 1010.0, ms.STORED_READERS)
+        self.registry.silence_counts_from = 10.0
+        self.registry.insert(again)
+        self.assertEqual((again.confirmed, self.entries()[0]["info"], len(self.addresses()[0])),
+                         (False, json.loads(DDNET_INFO), 4))
+        fields, source = places[1]
+        self.assertEqual(self.send(ddnet_request(fields), source, 20.0), (200, "need_challenge"))
+        answer, _ = self.register(DDNET_0_6, b"", now=20.0)
+        self.assertEqual((answer, again.confirmed), ((200, "success"), True))
+        self.tick(39.9)
+        self.assertEqual(len(self.addresses()[0]), 4)
+        self.tick(40.0)
+        self.assertEqual(self.addresses(), [[self.HTTP_0_6]])
+        self.tick(50.0)
+        self.assertEqual(self.registry.total, 0)
+
+    def test_a_stored_registration_is_checked(self):
+        right = {"info": DDNET_INFO.decode(), "serial": 3, "secret": "0" * 32,
+                 "addresses": [self.HTTP_0_6]}
+        self.assertEqual(ms.read_ddnet_registration(right)["addresses"], [self.HTTP_0_6])
+        for name, values in (
+                ("info", ("", "{}", 5, None, "x" * 200_000)), ("serial", (1.5, None, True, "1")),
+                ("secret", ("", None, "0" * 31, "0" * 33, "g" * 32, 5)),
+                ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], [self.HTTP_0_6] * 5,
+                               ["http://203.0.113.9:8399"], "tw", {"a": 1}))):
+            for value in values:
+                with self.subTest(name=name, value=value), self.assertRaises(ms.Refused):
+                    ms.read_ddnet_registration({**right, name: value})
+            with self.assertRaises(ms.Refused):
+                ms.read_ddnet_registration({key: right[key] for key in right if key != name})
+
+    def test_is_my_server_listed(self):
+        path = "/check?address=%s&port=8399" % self.HERE
+        for body, words in (
+                (None, "sent a challenge to UDP port 8399, and the game server has not returned"),
+                (ddnet_info(passworded=0), "passworded: expected true or false"),
+                (DDNET_INFO, "All is well")):
+            self.setUp()
+            if body is None:
+                self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
+            else:
+                self.register(body=body)
+            self.assertIn(words, self.get(path)[2].decode())
+
+    def test_the_pages(self):
+        """The mode, the map, those who play; names and clans on the server's page alone."""
+        clients = [ddnet_client("<ann>", clan="C&A"), ddnet_client("bob"),
+                   ddnet_client("eve", is_player=False)]
+        self.register(body=ddnet_info(clients=clients, passworded=True, name="\u200bA\u2003b"))
+        row = self.get("/")[2].decode()
+        for words in (">A b<", "DDNet", "TestDDraceNetwork", "Tutorial", "<b>2</b>", 'max="64"',
+                      '<i title="Players need a password">password</i>'):
+            self.assertIn(words, row)
+        for path in ("/", "/servers.json", "/metrics"):
+            self.assertNotIn("bob", self.get(path)[2].decode())
+        page = self.get("/server?game=ddnet&address=%s&port=8399" % self.HERE)[2].decode()
+        for words in ("&lt;ann&gt; (C&amp;A), bob, eve", "2 of 64", self.HTTP_0_6,
+                      "It answered this master"):
+            self.assertIn(words, page)
+        self.assertEqual(self.servers()[0]["flags"], "password")
+
+    def test_mutations(self):
+        """Words or success, and never more."""
+        chance = random.Random(39)
+        samples = [ddnet_request(fields, body)
+                   for fields, body in itertools.product((DDNET_0_6, DDNET_0_7, DDNET_DELETE_0_6),
+                                                         (DDNET_INFO, b""))]
+        seen = set()
+        for _ in range(1000):
+            data = bytearray(chance.choice(samples))
+            for _ in range(chance.choice((1, 2, 5))):
+                at = chance.randrange(len(data))
+                data[at:at + chance.choice((0, 1, 30))] = bytes(
+                    chance.choices(NASTY_BYTES, k=chance.choice((0, 1, 5))))
+            session = self.session(self.HERE)
+            out = feed(session, bytes(data)) + session.tick(60.0)
+            status = int(out.split()[1])
+            self.assertTrue(status in (200, 404) or 400 <= status < 506, out)
+            seen.add(status)
+        self.assertLessEqual({200, 400}, seen)
+
+
+DDNET_SERVER = "/usr/games/DDNet-Server"
+
+
+@unittest.skipUnless(os.path.exists(DDNET_SERVER), "no DDNet-Server here")
+class DdnetOnTheWire(unittest.TestCase):
+    def test_a_real_server(self):
+        """Listed with two addresses, kept by a restart of the master, gone when stopped."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        database = os.path.join(folder.name, "db")
+
+        def start_master():
+            server = master(http__ports=str(port), server__database=database,
+                            limits__exempt="127.0.0.0/8")
+            server.start()
+            self.addCleanup(server.stop)
+            return server
+
+        def entries():
+            return json.loads(fetch(port, ms.DDNET_SERVERS)[2].decode())["servers"]
+
+        port = free_port()                  # the second master has that of the first one
+        game_port = free_port()
+        server = start_master()
+        game = subprocess.Popen(
+            [DDNET_SERVER, "sv_port %d" % game_port, "sv_name A real one", "sv_register 1",
+             "sv_register_url http://127.0.0.1:%d/ddnet/15/register" % port,
+             "http_allow_insecure 1"],
+            cwd=folder.name, env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL)
+        self.addCleanup(game.wait)
+        self.addCleanup(game.kill)
+        addresses = ["tw-0.%d+udp://127.0.0.1:%d" % (version, game_port) for version in (6, 7)]
+        eventually(lambda: [entry["addresses"] for entry in entries()] == [addresses])
+        self.assertEqual(entries()[0]["info"]["name"], "A real one")
+        server.stop()
+        server = start_master()
+        self.assertEqual([entry["addresses"] for entry in entries()], [addresses])
+        restored, = server.registry.servers()
+        self.assertFalse(restored.confirmed)
+        game.send_signal(signal.SIGINT)
+        eventually(lambda: entries() == [])
 
 
 # --- Banners and previews ------------------------------------------------------------------------
@@ -10153,7 +10838,7 @@ class SavedListTest(unittest.TestCase):
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {},
-                             ms.luanti_fields)
+                             ms.STORED_READERS)
         everything = ms.UdpProtocol()
         everything.serves = lambda server: True
         saved.restore(now, wall, [everything])
@@ -10253,7 +10938,7 @@ class SavedListTest(unittest.TestCase):
                 ("handshake", "false", 100.0, 100.0), ("connection", "true", 86400.0, 60.0),
                 ("query", "true", 86400.0, math.inf), ("query", "false", 180.0, 180.0)):
             row = "x", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0, text % (verified, lasting)
-            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.luanti_fields)
+            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.STORED_READERS)
             self.assertEqual(
                 (server.name, server.players, server.playing, server.flavor, server.verified,
                  server.details, server.lifetime, server.first_seen),
@@ -10277,7 +10962,7 @@ class SavedListTest(unittest.TestCase):
                 (good.replace("{}", '{"a\\u0000":"b\\u202e","c":5}'),
                  {"details": {"a": "b", "c": "5"}})):
             row = ("iceball", "203.0.113.9", 1, T0 + 100.0, T0 - 0.0, T0 - 0.0, text)
-            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.luanti_fields)
+            server = ms.restored_server(ms.ListedRow(*row), 0.0, T0, ms.STORED_READERS)
             self.assertEqual(server and {name: getattr(server, name) for name in expected or ()},
                              expected, text[:60])
         saved = self.start()
@@ -11009,7 +11694,7 @@ class ClusterTest(ClusterCase):
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
         hyperbol = ms.Hyperbol(core)
-        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.luanti_fields)
+        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.STORED_READERS)
         for port in range(1, 60):                       # more than one source may have
             a.registry.rules.max_servers_per_source = 100
             self.hear(a, port, math.inf, "hyperbol", flavor=3)
@@ -12613,7 +13298,14 @@ class ClientTools(unittest.TestCase):
              b'HTTP/1.1 200 OK\r\n\r\n{"list":[{"address":"a.example","port":30000,"clients":3,'
              b'"clients_max":9,"name":"L\\u001b[1m"}],"total":{}}',
              [{"address": "a.example", "port": 30000, "name": "L", "mode": "", "map": "",
-               "players": 3, "max_players": 9, "version": ""}])]
+               "players": 3, "max_players": 9, "version": ""}]),
+            ("ddnet", b"", b"GET /ddnet/15/servers.json HTTP/1.0\r\nHost: 127.0.0.1:",
+             b'HTTP/1.1 200 OK\r\n\r\n{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399",'
+             b'"tw-0.6+udp://[2001:db8::9]:8399"],"info":%s}]}' % ddnet_info(
+                 clients=[ddnet_client(), ddnet_client(is_player=False)]),
+             [{"address": "203.0.113.9", "port": 8399, "name": 'Te st "\u00fc" <b>',
+               "mode": "TestDDraceNetwork", "map": "Tutorial", "players": 1, "max_players": 64,
+               "version": "0.6.4, 16.4"}])]
         for answer, servers in (
                 (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
                 (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
@@ -13215,6 +13907,8 @@ class ServingTest(unittest.TestCase):
                     "http on TCP 27790; http on TCP 27795",
                     "Luanti servers, in minetest.conf: server_announce = true, "
                     "and serverlist_url = http://%s:27790" % told,
+                    "DDNet servers, in autoexec_server.cfg: sv_register 1; sv_register_url "
+                    "http://%s:27790/ddnet/15/register; http_allow_insecure 1" % told,
                     "Players and browsers: http://%s:27790/" % told])
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
