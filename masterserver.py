@@ -8666,11 +8666,14 @@ def read_ddnet_info(raw):
     Raise Refused, with the name of the wrong member, if it is not such that clients show it."""
     try:
         info = read_json_object(raw)
-        check_ddnet_info(info)
-        # JSON has neither NaN nor half of a surrogate pair, but Python reads them
+    except Malformed as error:
+        raise Refused("bad packet", "info: %s" % error) from None
+    check_ddnet_info(info)
+    try:
         return to_json(info).decode()
-    except (Malformed, ValueError, RecursionError) as error:
-        raise Refused("bad packet", "info: %s" % error_text(error)) from None
+    except (ValueError, RecursionError):
+        # Python reads NaN, infinite numbers and halves of surrogate pairs, but JSON has none
+        raise Refused("bad packet", "info: a number or a text that JSON does not have") from None
 
 
 def check_ddnet_info(info):

@@ -8619,7 +8619,8 @@ class DdnetTest(WebCase):
                 ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
                 ("clients: more than max_clients", {"clients": [client] * 65}),
                 ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
-                ("info: ", {"x": math.nan}), ("info: ", {"x": math.inf})):
+                ("info: a number or a text that JSON", {"x": math.nan}),
+                ("info: a number or a text that JSON", {"x": math.inf})):
             with self.subTest(words=words, changed=changed):
                 self.setUp()
                 (status, message), fields = self.register(body=ddnet_info(**changed))
