@@ -9050,10 +9050,17 @@ class Ddnet(TcpProtocol):
         if first_address in self.addresses:
             # The server counts for the source of its first address
             source = self.addresses[first_address].source
+        moved = {}
         if server is not None and server.key != key:
+            for text in registration["addresses"]:
+                if text in self.addresses:
+                    moved[text] = self.addresses[text]
             self.registry.remove_own(server)
         attributes = ddnet_attributes(registration)
-        self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+        listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+        for text, address in moved.items():
+            address.server = listed
+            self.addresses[text] = address
 
     # Addresses that leave
 

@@ -8538,9 +8538,11 @@ class DdnetTest(WebCase):
         """Its IPv4 addresses fall silent or are deleted."""
         for is_deleted in (False, True):
             self.setUp()
+            now = 20.0
             for fields, source in self.all_four():
                 if source == self.HERE_6:
-                    self.send(ddnet_request(fields), source, 20.0)
+                    self.send(ddnet_request(fields), source, now)
+                    now -= 10.0
             if is_deleted:
                 for fields in DDNET_DELETE_0_6, DDNET_DELETE_0_7:
                     self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
@@ -8548,6 +8550,8 @@ class DdnetTest(WebCase):
             server, = self.registry.servers()
             self.assertEqual((server.address, server.last_seen, server.name),
                              (self.HERE_6, 20.0, 'Te st "ü" <b>'))
+            self.tick(40.0)
+            self.assertEqual(self.addresses(40.0), [["tw-0.6+udp://[2001:db8::9]:8399"]])
             self.tick(50.0)
             self.assertEqual(self.registry.total, 0)
 
@@ -8673,6 +8677,12 @@ class DdnetTest(WebCase):
             self.assertEqual(self.send(ddnet_request(forged), source, now),
                              (200, "need_challenge"), forged)
             self.assertEqual((self.entries(), self.registry.generation), before)
+        # Nor does one help that was sent for another Secret, while nobody is listed there
+        self.setUp()
+        self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
+        with_token = DDNET_0_6 + "Challenge-Token: %s\r\n" % self.token()
+        self.assertEqual(self.send(ddnet_request(with_token.replace("2ffa", "0000"), DDNET_INFO)),
+                         (200, "need_challenge"))
         # It is good for two minutes at least, whenever it was made
         for made_at in (0.0, 119.9, 120.0):
             self.setUp()
@@ -8746,6 +8756,11 @@ class DdnetTest(WebCase):
         self.assertEqual(self.send(ddnet_request(DDNET_0_6 + "Origin: http://a.example\r\n"))[0],
                          403)
 
+    def test_further_addresses_take_no_room(self):
+        self.registry.rules.max_servers = 1
+        self.all_four()
+        self.assertEqual(len(self.addresses()[0]), 4)
+
     def test_switched_off(self):
         core = make_core(ddnet__enabled="no")
         self.web = ms.Web(core)
@@ -8763,6 +8778,8 @@ class DdnetTest(WebCase):
 
         for port in range(9000, 9000 + per_source):
             self.assertEqual(self.register(fields_of(port), large)[0], (200, "success"))
+        answer, fields = self.register(fields_of(9000), large)      # instead of one as large
+        self.assertEqual(answer, (200, "success"))
         (status, message), _ = self.register(fields_of(9100), large)
         self.assertEqual((status, "too large together" in message), (429, True))
         answer, fields = self.register(fields_of(9101))
@@ -8844,8 +8861,9 @@ class DdnetTest(WebCase):
         forwarded = DDNET_0_6 + "X-Forwarded-For: %s\r\n" % self.HERE
         answer, fields = self.register(forwarded, source="127.0.0.1")
         self.assertEqual((answer, self.sent[-1][1]), ((200, "success"), (self.HERE, 8399)))
-        for now in (1.0, 2.0):
-            self.assertEqual(self.send(ddnet_request(fields), "127.0.0.1", now), (200, "success"))
+        self.assertEqual(self.send(ddnet_request(fields), "127.0.0.1", 1.0), (200, "success"))
+        with mock.patch.object(ms.HttpRequest, "parse", side_effect=AssertionError("parsed")):
+            self.assertEqual(self.send(ddnet_request(fields), "127.0.0.1", 2.0), (200, "success"))
         server, = self.registry.servers()
         self.assertEqual((server.address, server.last_seen), (self.HERE, 2.0))
         self.assertEqual(self.send(ddnet_request(fields), "127.0.0.2", 3.0)[0], 403)
@@ -8885,7 +8903,8 @@ class DdnetTest(WebCase):
                  "addresses": [self.HTTP_0_6]}
         self.assertEqual(ms.read_ddnet_registration(right)["addresses"], [self.HTTP_0_6])
         for name, values in (
-                ("info", ("", "{}", 5, None, "x" * 200_000)), ("serial", (1.5, None, True, "1")),
+                ("info", ("", "{}", 5, None, ddnet_info(x="y" * 102_400).decode())),
+                ("serial", (1.5, None, True, "1")),
                 ("secret", ("", None, "0" * 31, "0" * 33, "g" * 32, 5)),
                 ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], [self.HTTP_0_6] * 5,
                                ["http://203.0.113.9:8399"], "tw", {"a": 1}))):
