@@ -1338,6 +1338,24 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
     return value
 
 
+def json_levels(value, limit):
+    """Return how many objects and lists stand within each other in a value of JSON.
+
+    If they are more than `limit`, return limit + 1."""
+    levels = 0
+    inner_values = [value]
+    while levels <= limit:
+        containers = [inner for inner in inner_values if isinstance(inner, (dict, list))]
+        if not containers:
+            return levels
+        levels += 1
+        inner_values = []
+        for container in containers:
+            members = container.values() if isinstance(container, dict) else container
+            inner_values.extend(members)
+    return levels
+
+
 # Numbers and tables
 
 def clamp(value, high=PLAYERS_MAX):
@@ -8512,6 +8530,9 @@ DDNET_TOKEN_MAC_BYTES = 7           # then a challenge has 79 bytes, which is a 
 DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
 
 DDNET_INFO_BYTES = 100 << 10        # the longest info; 64 players with skins need less
+# Objects and lists within each other. The game has six; some programs that read the list fail at
+# 128, and would then read none of it
+DDNET_INFO_LEVELS = 16
 # An info usually has 2 kB. Every server may have this many bytes. What the infos have beyond that
 # is limited: for the servers of one source, so that 32 of them can be full, and for all together
 DDNET_USUAL_BYTES = 4096
@@ -8669,6 +8690,9 @@ def read_ddnet_info(raw):
     except Malformed as error:
         raise Refused("bad packet", "info: %s" % error) from None
     check_ddnet_info(info)
+    if json_levels(info, DDNET_INFO_LEVELS) > DDNET_INFO_LEVELS:
+        raise Refused("bad packet", "info: more than %d objects or lists within each other"
+                      % DDNET_INFO_LEVELS)
     try:
         return to_json(info).decode()
     except (ValueError, RecursionError):
@@ -9057,7 +9081,12 @@ class Ddnet(TcpProtocol):
                     moved[text] = self.addresses[text]
             self.registry.remove_own(server)
         attributes = ddnet_attributes(registration)
-        listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+        try:
+            listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+        except Refused:
+            if moved:                   # it stays where it was
+                self.registry.insert(server)
+            raise
         for text, address in moved.items():
             address.server = listed
             self.addresses[text] = address

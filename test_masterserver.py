@@ -8597,6 +8597,14 @@ class DdnetTest(WebCase):
 
     def test_an_info_that_clients_would_not_show(self):
         """It is refused by the name of its field, and nothing changes."""
+        def nested(levels):
+            value: Any = 5
+            for level in range(levels):
+                value = [value] if level % 2 else {"x": value}
+            return value
+
+        self.assertEqual([ms.json_levels(nested(levels), 16) for levels in (0, 1, 16, 17, 900)],
+                         [0, 1, 16, 17, 17])
         client = ddnet_client()
         for words, changed in (
                 ("max_clients: expected a whole number", {"max_clients": 64.0}),
@@ -8623,6 +8631,8 @@ class DdnetTest(WebCase):
                 ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
                 ("clients: more than max_clients", {"clients": [client] * 65}),
                 ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
+                ("info: more than 16 objects or lists", {"x": nested(16)}),
+                ("info: more than 16 objects or lists", {"x": nested(900)}),
                 ("info: a number or a text that JSON", {"x": math.nan}),
                 ("info: a number or a text that JSON", {"x": math.inf})):
             with self.subTest(words=words, changed=changed):
@@ -8760,6 +8770,19 @@ class DdnetTest(WebCase):
         self.registry.rules.max_servers = 1
         self.all_four()
         self.assertEqual(len(self.addresses()[0]), 4)
+
+    def test_a_server_that_cannot_move_stays(self):
+        """IPv4 comes second, and there its source has too many servers already."""
+        self.register(source=self.HERE_6)
+        self.registry.rules.max_servers_per_source = 1
+        self.register(DDNET_0_6.replace("2ffa", "0000").replace("8399", "8400"))
+        before = self.addresses()
+        self.registry.rules.check_source_limit = mock.Mock(side_effect=ms.Refused("limit", "many"))
+        for fields in DDNET_0_6, DDNET_0_7:
+            answer, _ = self.register(fields)
+            self.assertEqual(answer, (429, "many"))
+            self.assertEqual(self.addresses(), before)
+        self.assertEqual((len(self.ddnet.listings), len(self.ddnet.addresses)), (2, 2))
 
     def test_switched_off(self):
         core = make_core(ddnet__enabled="no")
