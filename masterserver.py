@@ -209,6 +209,9 @@ HTTP_IDLE_S = 30.0
 HTTP_CACHE_BYTES = 16 << 20
 # Shorter bodies are not compressed, because with their head they fit into one packet anyway
 GZIP_MIN_BYTES = 600
+# Longer bodies are not compressed, because that would stop the event loop for too long: this one
+# takes 60 to 200 ms. The list of 10,000 servers has 5 MB
+GZIP_MAX_BYTES = 6 << 20
 # At this level 10,000 servers, 4 MB, take 266 kB and 10 ms; at level 6 they take 222 kB and 23 ms
 GZIP_LEVEL = 3
 # The shortest time between two renderings of a long list, however many clients ask for it
@@ -217,6 +220,9 @@ RENDER_S = 1.0
 RENDER_SERVER_S = 0.0001
 # Browsers and proxies may keep a response for this long. The page asks for a new one as often
 CACHE_S = 5
+# The countries of so many servers are looked up in a second. That takes up to 15 ms. If more
+# servers are listed, or if the file has changed, the others wait
+COUNTRY_LOOKUPS = 500
 PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
 CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
 
@@ -770,6 +776,115 @@ def read_iceball_version(text):
     return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
 
 
+# The countries of ISO 3166-1 with their usual English names, by continent. Kosovo's code is not in
+# the standard, but files have it
+COUNTRY_NAMES = {
+    "af": """
+        ao Angola, bf Burkina Faso, bi Burundi, bj Benin, bw Botswana, cd DR Congo,
+        cf Central African Republic, cg Congo, ci Ivory Coast, cm Cameroon, cv Cape Verde,
+        dj Djibouti, dz Algeria, eg Egypt, eh Western Sahara, er Eritrea, et Ethiopia, ga Gabon,
+        gh Ghana, gm Gambia, gn Guinea, gq Equatorial Guinea, gw Guinea-Bissau, ke Kenya,
+        km Comoros, lr Liberia, ls Lesotho, ly Libya, ma Morocco, mg Madagascar, ml Mali,
+        mr Mauritania, mu Mauritius, mw Malawi, mz Mozambique, na Namibia, ne Niger, ng Nigeria,
+        re Réunion, rw Rwanda, sc Seychelles, sd Sudan, sh Saint Helena, sl Sierra Leone,
+        sn Senegal, so Somalia, ss South Sudan, st São Tomé and Príncipe, sz Eswatini, td Chad,
+        tg Togo, tn Tunisia, tz Tanzania, ug Uganda, yt Mayotte, za South Africa, zm Zambia,
+        zw Zimbabwe""",
+    "an": """
+        aq Antarctica, bv Bouvet Island, gs South Georgia and the South Sandwich Islands,
+        hm Heard Island and McDonald Islands, tf French Southern Territories""",
+    "as": """
+        ae United Arab Emirates, af Afghanistan, am Armenia, az Azerbaijan, bd Bangladesh,
+        bh Bahrain, bn Brunei, bt Bhutan, cc Cocos Islands, cn China, cx Christmas Island,
+        ge Georgia, hk Hong Kong, id Indonesia, il Israel, in India,
+        io British Indian Ocean Territory, iq Iraq, ir Iran, jo Jordan, jp Japan, kg Kyrgyzstan,
+        kh Cambodia, kp North Korea, kr South Korea, kw Kuwait, kz Kazakhstan, la Laos, lb Lebanon,
+        lk Sri Lanka, mm Myanmar, mn Mongolia, mo Macao, mv Maldives, my Malaysia, np Nepal,
+        om Oman, ph Philippines, pk Pakistan, ps Palestine, qa Qatar, sa Saudi Arabia,
+        sg Singapore, sy Syria, th Thailand, tj Tajikistan, tm Turkmenistan, tr Turkey, tw Taiwan,
+        uz Uzbekistan, vn Vietnam, ye Yemen""",
+    "eu": """
+        ad Andorra, al Albania, at Austria, ax Åland Islands, ba Bosnia and Herzegovina,
+        be Belgium, bg Bulgaria, by Belarus, ch Switzerland, cy Cyprus, cz Czechia, de Germany,
+        dk Denmark, ee Estonia, es Spain, fi Finland, fo Faroe Islands, fr France,
+        gb United Kingdom, gg Guernsey, gi Gibraltar, gr Greece, hr Croatia, hu Hungary,
+        ie Ireland, im Isle of Man, is Iceland, it Italy, je Jersey, li Liechtenstein,
+        lt Lithuania, lu Luxembourg, lv Latvia, mc Monaco, md Moldova, me Montenegro,
+        mk North Macedonia, mt Malta, nl Netherlands, no Norway, pl Poland, pt Portugal,
+        ro Romania, rs Serbia, ru Russia, se Sweden, si Slovenia, sj Svalbard and Jan Mayen,
+        sk Slovakia, sm San Marino, ua Ukraine, va Vatican City, xk Kosovo""",
+    "na": """
+        ag Antigua and Barbuda, ai Anguilla, aw Aruba, bb Barbados, bl Saint Barthélemy,
+        bm Bermuda, bq Caribbean Netherlands, bs Bahamas, bz Belize, ca Canada, cr Costa Rica,
+        cu Cuba, cw Curaçao, dm Dominica, do Dominican Republic, gd Grenada, gl Greenland,
+        gp Guadeloupe, gt Guatemala, hn Honduras, ht Haiti, jm Jamaica, kn Saint Kitts and Nevis,
+        ky Cayman Islands, lc Saint Lucia, mf Saint Martin, mq Martinique, ms Montserrat,
+        mx Mexico, ni Nicaragua, pa Panama, pm Saint Pierre and Miquelon, pr Puerto Rico,
+        sv El Salvador, sx Sint Maarten, tc Turks and Caicos Islands, tt Trinidad and Tobago,
+        us United States, vc Saint Vincent and the Grenadines, vg British Virgin Islands,
+        vi U.S. Virgin Islands""",
+    "oc": """
+        as American Samoa, au Australia, ck Cook Islands, fj Fiji, fm Micronesia, gu Guam,
+        ki Kiribati, mh Marshall Islands, mp Northern Mariana Islands, nc New Caledonia,
+        nf Norfolk Island, nr Nauru, nu Niue, nz New Zealand, pf French Polynesia,
+        pg Papua New Guinea, pn Pitcairn Islands, pw Palau, sb Solomon Islands, tk Tokelau,
+        tl Timor-Leste, to Tonga, tv Tuvalu, um U.S. Minor Outlying Islands, vu Vanuatu,
+        wf Wallis and Futuna, ws Samoa""",
+    "sa": """
+        ar Argentina, bo Bolivia, br Brazil, cl Chile, co Colombia, ec Ecuador,
+        fk Falkland Islands, gf French Guiana, gy Guyana, pe Peru, py Paraguay, sr Suriname,
+        uy Uruguay, ve Venezuela""",
+}
+
+
+class Country(NamedTuple):
+    """One country."""
+
+    name: str                           # in English
+    continent: str                      # a key of COUNTRY_NAMES, also the continent's code
+
+
+def read_countries():
+    """Return the Country of each code in COUNTRY_NAMES, by the code."""
+    countries = {}
+    for continent, text in COUNTRY_NAMES.items():
+        for entry in text.split(","):
+            code, _, name = entry.strip().partition(" ")
+            countries[code] = Country(" ".join(name.split()), continent)
+    return countries
+
+
+COUNTRIES = read_countries()
+
+
+def country_name(code):
+    """Return the English name of a country, or its code in capital letters if it is not known."""
+    return COUNTRIES[code].name if code in COUNTRIES else code.upper()
+
+
+def continent_of(code):
+    """Return the two letters of a country's continent, or "" if they are not known."""
+    return COUNTRIES[code].continent if code in COUNTRIES else ""
+
+
+def read_country(text):
+    """Return the code of a country, two letters in lower case."""
+    code = text.strip().lower()
+    if code not in COUNTRIES:
+        raise ValueError("expected the two letters of a country, such as de or us")
+    return code
+
+
+def read_country_place(text):
+    """Return (address, port) for which the ini names a country.
+
+    The port is 0 if it is left out: then the country holds for all servers at the address."""
+    try:
+        return read_address(text), 0
+    except ValueError:
+        return read_numeric_endpoint(text)
+
+
 class Setting(NamedTuple):
     """One setting, or a section of data, whose keys the operator chooses."""
 
@@ -822,6 +937,8 @@ SETTINGS = (
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
     Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
+    Setting("http.countries", "", read_without_url,
+            "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed."),
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
@@ -888,12 +1005,15 @@ SETTINGS = (
     Setting("notify.games", "", list_reader(read_game_id),
             "Send news of these games only, by their ids such as iceball; empty: all games."),
     Setting("notify.text", "$players of $max_players are playing on $name ($game, map $map) $url",
-            read_text, "The text of a message; there are no other placeholders than these."),
+            read_text, "The text of a message. Of other placeholders there is only $country."),
     Setting("webhooks", "ours = discord https://discord.com/api/webhooks/ID/TOKEN", read_webhook,
             "Receivers of news: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
             read_key=read_game_id),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
+    Setting("country", "203.0.113.7:20737 = de", read_country,
+            "Countries of servers, where the file is wrong; without a port: of all at the address.",
+            read_key=read_country_place),
     Setting("priority", "203.0.113.7:20737 = 10", number_reader(-1000, 1000),
             "Servers to put first (or, below 0, last) in every list.",
             read_key=read_numeric_endpoint),
@@ -937,6 +1057,8 @@ SECRET_SECTIONS = "webhooks", "cluster"
 TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
 # So do these, for HTTPS
 TLS_FILES = ("http.certificate", "http.key")
+# This one names a file that is read again only if it has changed itself
+COUNTRY_FILE = "http.countries"
 
 
 class Settings:
@@ -1480,6 +1602,262 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
     "fec0::/10")))                              # site-local (RFC 3879)
 
 
+# --- Country files -------------------------------------------------------------------------------
+#
+# An MMDB file (MaxMind DB File Format Specification 2.0) says for every IP address what is known of
+# it. It is a binary tree, whose branches are the bits of the address, then a section with the data
+# to which the tree leads, and at the end a section with a description of the file.
+
+MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
+MMDB_MARKER_WITHIN = 128 << 10                  # bytes at the end of the file
+MMDB_FORMAT = 2                                 # the version of the format
+MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
+MMDB_RECORD_BITS = 24, 28, 32                   # a node of the tree has two such numbers
+COUNTRY_FILE_BYTES = 200 << 20                  # the largest file; one with all cities has 60 MB
+
+# The types of values. 0 says that the type is in the next byte, less MMDB_TYPE_OFFSET
+MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
+MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
+MMDB_TYPE_OFFSET = 7
+# The five bits of a size have these values if one, two or three bytes with the rest of the size
+# follow. What stands there is added to the number here
+MMDB_LONG_SIZES = {29: 29, 30: 285, 31: 65821}
+# The same for pointers, by the two bits of their size
+MMDB_POINTER_STARTS = 0, 2048, 526336, 0
+MMDB_VALUES_READ = 10_000                       # of one address; a city has some 100
+COUNTRIES_CACHED = 4096                         # places in the data; the world has 250 countries
+COUNTRY_FILE_BUILT_MAX = 1 << 32                # the year 2106; Python has no date for 1 << 62
+COUNTRY_CODE = re.compile(rb"[A-Z]{2}")
+
+
+class MmdbValue(NamedTuple):
+    """The beginning of a value in a section of an MMDB file."""
+
+    type: int                           # one of the MMDB_ types
+    size: int                           # bytes, members of a map or an array, or a pointer's target
+    start: int                          # the position of its contents
+    end: int                            # the position after it; of a map or an array, as `start`
+
+
+class MmdbSection:
+    """A section of an MMDB file that consists of values. Positions count from its beginning.
+
+    Any fault in the file raises Malformed."""
+
+    def __init__(self, data, begin, end):
+        """Take the bytes of the whole file, and where the section begins and ends in it."""
+        self.data = data
+        self.begin = begin
+        self.size = end - begin
+
+    def bytes_at(self, position, size):
+        """Return bytes of the section."""
+        if position < 0 or position + size > self.size:
+            raise Malformed("a value beyond the end of the file")
+        start = self.begin + position
+        return self.data[start:start + size]
+
+    def number_at(self, position, size):
+        """Return a number of `size` bytes."""
+        return int.from_bytes(self.bytes_at(position, size), "big")
+
+    def value_at(self, position):
+        """Return the MmdbValue at this position, which may be a pointer."""
+        control = self.number_at(position, 1)
+        position += 1
+        kind = control >> 5
+        size = control & 31
+        if kind == MMDB_POINTER:
+            return self.pointer_at(position, size)
+        if kind == 0:
+            kind = self.number_at(position, 1) + MMDB_TYPE_OFFSET
+            position += 1
+        if size in MMDB_LONG_SIZES:
+            size_bytes = size - 28
+            size = MMDB_LONG_SIZES[size] + self.number_at(position, size_bytes)
+            position += size_bytes
+        has_members = kind in (MMDB_MAP, MMDB_ARRAY)
+        # The size of a flag is its value
+        end = position if has_members or kind == MMDB_FLAG else position + size
+        return MmdbValue(kind, size, position, end)
+
+    def pointer_at(self, position, size):
+        """Return the pointer whose control byte has this size, and whose address is at the
+        position."""
+        size_bytes = (size >> 3) + 1
+        target = self.number_at(position, size_bytes)
+        if size_bytes < 4:
+            # The last three bits of the control byte belong to the address
+            target += (size & 7) << 8 * size_bytes
+        target += MMDB_POINTER_STARTS[size_bytes - 1]
+        return MmdbValue(MMDB_POINTER, target, position, position + size_bytes)
+
+    def follow(self, value):
+        """Return the value that a pointer leads to, or the value itself if it is no pointer."""
+        if value.type != MMDB_POINTER:
+            return value
+        target = self.value_at(value.size)
+        if target.type == MMDB_POINTER:
+            raise Malformed("a pointer to a pointer")
+        return target
+
+    def skip(self, value):
+        """Return the position after a value and all that it contains."""
+        position = value.end
+        values_left = self.contained_values(value)
+        for _ in range(MMDB_VALUES_READ):
+            if values_left == 0:
+                return position
+            inner = self.value_at(position)
+            position = inner.end
+            values_left += self.contained_values(inner) - 1
+        raise Malformed("too many values")
+
+    @staticmethod
+    def contained_values(value):
+        """Return how many values follow the beginning of this one, and belong to it."""
+        if value.type == MMDB_MAP:
+            return 2 * value.size       # a map has a name before each value
+        return value.size if value.type == MMDB_ARRAY else 0
+
+    def member(self, mapping, name):
+        """Return the member of a map with this name, in bytes, or None if it has none.
+
+        `mapping` is the MmdbValue of the map, or a pointer to it."""
+        mapping = self.follow(mapping)
+        if mapping.type != MMDB_MAP:
+            raise Malformed("no map where one has to be")
+        position = mapping.start
+        for _ in range(min(mapping.size, MMDB_VALUES_READ)):
+            key = self.value_at(position)
+            value = self.value_at(key.end)
+            if self.text(key) == name:
+                return self.follow(value)
+            position = self.skip(value)
+        return None
+
+    def text(self, value):
+        """Return the bytes of a text, given its MmdbValue or a pointer to it."""
+        value = self.follow(value)
+        if value.type != MMDB_TEXT:
+            raise Malformed("no text where one has to be")
+        return self.bytes_at(value.start, value.size)
+
+    def member_number(self, mapping, name):
+        """Return the member of a map with this name, which has to be a number."""
+        value = self.member(mapping, name)
+        if value is None or value.type not in MMDB_NUMBERS or value.size > 8:
+            raise Malformed("its description has no number %s" % name.decode())
+        return self.number_at(value.start, value.size)
+
+
+class CountryFile:
+    """An MMDB file with the countries of IP addresses, in memory.
+
+    type        what the file says it is, such as "DBIP-Country-Lite"
+    built       when it was made, in seconds since 1970"""
+
+    def __init__(self, data):
+        """Read the description of the file, whose bytes are `data`. Raise Malformed if this is no
+        MMDB file, or if it is broken."""
+        self.data = data
+        description_start = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
+        if description_start < 0:
+            raise Malformed("this is not an MMDB file, or its end is missing")
+        section = MmdbSection(data, description_start + len(MMDB_MARKER), len(data))
+        description = section.value_at(0)
+        if section.member_number(description, b"binary_format_major_version") != MMDB_FORMAT:
+            raise Malformed("its format is not version %d" % MMDB_FORMAT)
+        self.node_count = section.member_number(description, b"node_count")
+        self.record_bits = section.member_number(description, b"record_size")
+        self.ip_version = section.member_number(description, b"ip_version")
+        self.built = section.member_number(description, b"build_epoch")
+        kind = section.member(description, b"database_type")
+        self.type = decode_utf8(section.text(kind)) if kind else "no type"
+        if self.record_bits not in MMDB_RECORD_BITS or self.ip_version not in (4, 6):
+            raise Malformed("its records have %d bits, and its addresses version %d"
+                            % (self.record_bits, self.ip_version))
+        if self.built > COUNTRY_FILE_BUILT_MAX:
+            raise Malformed("it was made in no year that is possible")
+        tree_bytes = self.node_count * self.record_bits // 4
+        data_start = tree_bytes + MMDB_SEPARATOR_BYTES
+        if not self.node_count or data_start > description_start:
+            raise Malformed("its tree has %d nodes, and does not fit into the file"
+                            % self.node_count)
+        self.values = MmdbSection(data, data_start, description_start)
+        # IPv4 addresses stand in the tree of an IPv6 file as ::a.b.c.d
+        self.ipv4_root = 0
+        if self.ip_version == 6:
+            self.ipv4_root = self.walk(0, 0, 96)
+        self.codes: Dict[int, str] = {}     # what read_code() has returned, by the position
+
+    def country(self, address):
+        """Return the country of an IP address: two letters in lower case, or "" if the file has
+        none for it. Raise Malformed if the file is broken.
+
+        The address is written as canonical_address() writes it."""
+        if ":" not in address:
+            place = self.walk(self.ipv4_root, address_number(address), 32)
+        elif self.ip_version == 6:
+            place = self.walk(0, int(parse_ipv6(address)), 128)
+        else:
+            return ""
+        if place <= self.node_count:            # it leads nowhere
+            return ""
+        position = place - self.node_count - MMDB_SEPARATOR_BYTES
+        code = self.codes.get(position)
+        if code is None:
+            if len(self.codes) >= COUNTRIES_CACHED:
+                self.codes.clear()
+            code = self.codes[position] = self.read_code(position)
+        return code
+
+    def walk(self, node, number, bits):
+        """Return the record at which the path ends that begins at this node, and goes on by the
+        last `bits` bits of a number.
+
+        The record is a node, node_count if nothing is known of the address, or a place in the data,
+        counted from node_count on."""
+        read_record = self.record_readers[self.record_bits]
+        for shift in range(bits - 1, -1, -1):
+            if node >= self.node_count:
+                break
+            node = read_record(self, node, number >> shift & 1)
+        return node
+
+    def record_24(self, node, side):
+        """Return a record of a node whose records have 24 bits; `side` 0 is left, 1 right."""
+        start = node * 6 + side * 3
+        return int.from_bytes(self.data[start:start + 3], "big")
+
+    def record_28(self, node, side):
+        """Return a record of 28 bits. The byte between both has the high bits of each."""
+        start = node * 7
+        high_bits = self.data[start + 3]
+        if side == 0:
+            low_bits = self.data[start:start + 3]
+            return (high_bits >> 4) << 24 | int.from_bytes(low_bits, "big")
+        low_bits = self.data[start + 4:start + 7]
+        return (high_bits & 15) << 24 | int.from_bytes(low_bits, "big")
+
+    def record_32(self, node, side):
+        """Return a record of 32 bits."""
+        start = node * 8 + side * 4
+        return int.from_bytes(self.data[start:start + 4], "big")
+
+    record_readers = {24: record_24, 28: record_28, 32: record_32}
+
+    def read_code(self, position):
+        """Return the country in the record at this position of the data, or ""."""
+        values = self.values
+        country = values.member(values.value_at(position), b"country")
+        code = values.member(country, b"iso_code") if country else None
+        if code is None:
+            return ""
+        text = values.text(code)
+        return text.decode().lower() if COUNTRY_CODE.fullmatch(text) else ""
+
+
 # Sources, which are the senders that limits tell apart
 
 def source_key(address):
@@ -1694,6 +2072,7 @@ class Rules:
         self.request_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.answer_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
+        self.country_file: Optional[CountryFile] = None     # the program sets it
         self.read(settings)
 
     def read(self, settings):
@@ -1704,6 +2083,7 @@ class Rules:
         self.address_map = settings["address_map"]
         self.official = settings["official"]
         self.priority = settings["priority"]
+        self.countries_by_hand = settings["country"]
         self.games = settings["games"]
         self.blocked = Networks(settings["blocked"])
         self.exempt = Networks(settings["limits.exempt"])
@@ -1809,6 +2189,23 @@ class Rules:
         The marks are whether the server is official, and its priority, which is 0 by default."""
         return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
+    def country_by_hand(self, address, port):
+        """Return the country that the ini gives to a server, or "" if it gives none."""
+        countries = self.countries_by_hand
+        return countries.get((address, port)) or countries.get((address, 0), "")
+
+    def country(self, address, port=0):
+        """Return the country of a server, a key of COUNTRIES or, from the file, two other letters.
+
+        Return "" if the country is not known. `port` is 0 for an address alone."""
+        by_hand = self.country_by_hand(address, port)
+        if by_hand or self.country_file is None:
+            return by_hand
+        try:
+            return self.country_file.country(address)
+        except Malformed:               # the file is damaged there
+            return ""
+
 
 # The ways in which a master can verify that a server is there
 VERIFICATIONS = "handshake", "query", "connection", "self-reported", "another list"
@@ -1831,6 +2228,7 @@ class Server:
     confirmed    it was heard since this program started
     pinned       the ini names it, so it stays listed even if it does not answer
     official, priority      the operator's marks
+    country      where it is, two letters in lower case; "" if that is not known
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     flavor       Hyperbol's: 0 is unofficial
     luanti_announcement     what a Luanti server has announced, as Luanti's list has it
@@ -1851,7 +2249,8 @@ class Server:
         "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
         "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
-        "zone_owner", "ddnet_registration", "fingerprints", "sender", "master", "found_at")
+        "zone_owner", "ddnet_registration", "country", "fingerprints", "sender", "master",
+        "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, description="",
@@ -1887,6 +2286,7 @@ class Server:
         self.found_at = found_at
         self.official = False
         self.priority = 0
+        self.country = ""
         self.confirmed = True
         self.pinned = False
         self.master = ""
@@ -2050,6 +2450,9 @@ class Registry:
         # recognizes such a packet, and it need not be parsed. A server's fingerprints are forgotten
         # when anything about the server changes
         self.by_fingerprint = {}
+        # The keys of servers whose countries are to be looked up, and how many may be this second
+        self.countries_due = collections.deque(maxlen=ALTERED_SERVERS)
+        self.country_lookups_left = COUNTRY_LOOKUPS
         self.outcomes = PacketOutcomes()
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
@@ -2075,6 +2478,15 @@ class Registry:
             servers += list(table.values())
         servers.sort(key=ranking)
         return servers
+
+    def count_countries(self, game=""):
+        """Return the number of servers in each country that has any, of all games or of one."""
+        counts = collections.Counter()
+        tables = [self.games.get(game, {})] if game else self.games.values()
+        for table in tables:
+            counts.update([server.country for server in table.values()])
+        del counts[""]                  # those whose country is not known
+        return counts
 
     def for_clients(self, servers):
         """Return those of the servers that the lists for game clients have, in the same order.
@@ -2179,6 +2591,7 @@ class Registry:
         """Add a server to the list. The caller has checked that it may be listed."""
         endpoint = server.address, server.port
         server.official, server.priority = self.rules.operator_marks(endpoint)
+        self.find_country(server)
         self.games[server.game][endpoint] = server
         self.count_source(server, 1)
         self.total += 1
@@ -2317,8 +2730,40 @@ class Registry:
             if self.must_leave(server, old_rules):
                 self.remove_any(server)
             else:
-                official, priority = self.rules.operator_marks((server.address, server.port))
-                self.update(server, {"official": official, "priority": priority})
+                endpoint = server.address, server.port
+                official, priority = self.rules.operator_marks(endpoint)
+                country = self.rules.country_by_hand(*endpoint) or server.country
+                self.update(
+                    server, {"official": official, "priority": priority, "country": country})
+        self.look_up_countries_again()
+
+    def look_up_countries_again(self):
+        """Have the countries of all servers looked up again in the next seconds."""
+        self.countries_due.clear()
+        self.countries_due.extend([server.key for server in self.servers()])
+
+    def find_country(self, server):
+        """Set the country of a server that is being listed, or have it looked up soon."""
+        server.country = self.rules.country_by_hand(server.address, server.port)
+        if server.country or self.rules.country_file is None:
+            return
+        if self.country_lookups_left > 0:
+            self.country_lookups_left -= 1
+            server.country = self.rules.country(server.address, server.port)
+        else:
+            self.countries_due.append(server.key)
+
+    def look_up_countries(self):
+        """Look up the countries of the next COUNTRY_LOOKUPS servers that wait for it.
+
+        This is called once a second."""
+        self.country_lookups_left = COUNTRY_LOOKUPS
+        while self.countries_due and self.country_lookups_left > 0:
+            self.country_lookups_left -= 1
+            server = self.get(*self.countries_due.popleft())
+            if server is not None:
+                country = self.rules.country(server.address, server.port)
+                self.update(server, {"country": country})
 
     def must_leave(self, server, old_rules):
         """Must a server that the old rules have admitted leave under the present rules?"""
@@ -8537,7 +8982,7 @@ DDNET_INFO_LEVELS = 16
 # is limited: for the servers of one source, so that 32 of them can be full, and for all together
 DDNET_USUAL_BYTES = 4096
 DDNET_SOURCE_LARGE_BYTES = 1 << 20
-DDNET_LARGE_BYTES = 32 << 20
+DDNET_LARGE_BYTES = 16 << 20
 
 # The states that answer a registration
 DDNET_SUCCESS = "success"
@@ -8684,7 +9129,8 @@ DDNET_CLIENT = (
 def read_ddnet_info(raw):
     """Return the info of a server, which is JSON in UTF-8, as compact JSON text.
 
-    Raise Refused, with the name of the wrong member, if it is not such that clients show it."""
+    Raise Refused, with the name of the wrong member, if it is not such that clients show it, or if
+    it is too large."""
     try:
         info = read_json_object(raw)
     except Malformed as error:
@@ -8694,10 +9140,14 @@ def read_ddnet_info(raw):
         raise Refused("bad packet", "info: more than %d objects or lists within each other"
                       % DDNET_INFO_LEVELS)
     try:
-        return to_json(info).decode()
-    except (ValueError, RecursionError):
+        compact = to_json(info)
+    except ValueError:
         # Python reads NaN, infinite numbers and halves of surrogate pairs, but JSON has none
         raise Refused("bad packet", "info: a number or a text that JSON does not have") from None
+    # Python writes 1e15 with 18 characters
+    if len(compact) > DDNET_INFO_BYTES:
+        raise Refused("bad packet", "info: more than %d bytes" % DDNET_INFO_BYTES)
+    return compact.decode()
 
 
 def check_ddnet_info(info):
@@ -8751,7 +9201,6 @@ def read_ddnet_registration(values):
         is_right = (
             0 < len(endpoints) <= DDNET_ADDRESSES
             and type(values["serial"]) is int
-            and len(raw_info) <= DDNET_INFO_BYTES
             and re.fullmatch(DDNET_SECRET_HASH, values["secret"]))
     except (AttributeError, KeyError, TypeError, ValueError):
         is_right = False
@@ -8789,16 +9238,18 @@ class DdnetAddress:
     server          the listed Server
     source          the address that its registrations come from
     heard_at        the time of the last registration
+    replaced_secret the hash of the Secret of the server whose place it has taken, or ""
     fingerprint     of the registration that only repeats the last one; see Registry.by_fingerprint
     proven_until    the time until which such a repetition needs no look at its token"""
 
-    __slots__ = ("server", "source", "heard_at", "fingerprint", "proven_until")
+    __slots__ = ("server", "source", "heard_at", "replaced_secret", "fingerprint", "proven_until")
 
     def __init__(self, server):
         """Describe an address at which a server has just been listed."""
         self.server = server
         self.source = server.source
         self.heard_at = server.last_seen
+        self.replaced_secret = ""
         self.fingerprint = None
         self.proven_until = 0.0
 
@@ -8945,6 +9396,8 @@ class Ddnet(TcpProtocol):
         `server` is the listed server with the same Secret, or None."""
         source, port = request.source, request.port
         address = self.rules.listed_address(source)
+        if not self.registry.can_be_listed(source, address):
+            raise Refused("bad packet", "%s cannot be the address of a server" % address)
         if server is not None:
             self.check_owner(server, address, port)
         key = self.game, address, port
@@ -8975,42 +9428,61 @@ class Ddnet(TcpProtocol):
             mac = bytes.fromhex(request.token)
         except ValueError:
             return False
-        return self.cookie.is_valid(mac, self.proven_bytes(request), now)
+        messages = [self.token_message(request, secret) for secret in self.former_secrets(request)]
+        return any(self.cookie.is_valid(mac, message, now) for message in messages)
 
-    def proven_bytes(self, request):
-        """Return what a token proves: that whoever has this Secret receives what is sent to an
-        address, also while a server with another Secret is listed there.
+    @staticmethod
+    def token_message(request, former_secret):
+        """Return what a token proves, as bytes: that whoever has this Secret receives what is sent
+        to this address, although a server with the former Secret was listed there.
 
         So a game server that is started again can take the place of its former life, and nobody can
         take it back with a token from before."""
         source_address = ddnet_address(request.protocol, request.source, request.port)
-        former_secret = ""
+        return " ".join((source_address, request.secret, former_secret)).encode()
+
+    def former_secrets(self, request):
+        """Return the former Secrets, hashed, with which a token for this request may be made.
+
+        The first one is for new tokens. It is "" if no other server is listed at the address."""
         former = self.former_server(request)
         if former is not None:
-            former_secret = former.ddnet_registration["secret"]
-        return " ".join((source_address, request.secret, former_secret)).encode()
+            return [former.ddnet_registration["secret"]]
+        secrets = [""]
+        for listed in self.listed_at_port(request):
+            # 0.6 has taken the place already, and the token of 0.7 is from before
+            secrets.append(listed.replaced_secret)
+        return secrets
 
     def former_server(self, request):
         """Return the listed server that has the same IP address and port, but another Secret, or
-        None.
-
-        One game server uses a port, by 0.6 and 0.7 alike."""
-        address = self.rules.listed_address(request.source)
-        for protocol in DDNET_06, DDNET_07:
-            listed = self.addresses.get(ddnet_address(protocol, address, request.port))
-            if listed is not None and listed.server.ddnet_registration["secret"] != request.secret:
+        None."""
+        for listed in self.listed_at_port(request):
+            if listed.server.ddnet_registration["secret"] != request.secret:
                 return listed.server
         return None
+
+    def listed_at_port(self, request):
+        """Return the DdnetAddresses at the IP address and port of this request, for 0.6 and 0.7.
+
+        One game server uses a port, by both protocols."""
+        address = self.rules.listed_address(request.source)
+        found = []
+        for protocol in DDNET_06, DDNET_07:
+            text = ddnet_address(protocol, address, request.port)
+            if text in self.addresses:
+                found.append(self.addresses[text])
+        return found
 
     def send_challenge(self, request, now):
         """Send the challenge with a token to the game server's port, and record it for /check."""
         head = DDNET_06_HEAD
         if request.protocol == DDNET_07:
             head = DDNET_07_HEAD % bytes.fromhex(request.connless_token)
-        token = self.cookie.make(self.proven_bytes(request), now).hex()
-        secret = request.challenge_secret.encode()
-        challenge = b"%s%s%s\0%s\0" % (head, DDNET_CHALLENGE, secret, token.encode())
-        self.core.send(challenge, (request.source, request.port))
+        former_secret, *_ = self.former_secrets(request)
+        token = self.cookie.make(self.token_message(request, former_secret), now).hex()
+        texts = "%s\0%s\0" % (request.challenge_secret, token)
+        self.core.send(head + DDNET_CHALLENGE + texts.encode(), (request.source, request.port))
         self.record_outcome(request, "challenged", now, str(request.port))
 
     def check_info_bytes(self, request, server, info):
@@ -9043,25 +9515,28 @@ class Ddnet(TcpProtocol):
             "secret": request.secret,
             "addresses": sorted(addresses, key=ddnet_address_order),
         }
-        self.end_former_server(request)
+        replaced_secret = self.end_former_server(request)
         self.list_registration(server, registration, request.source, now)
         listed = self.addresses[text]
         listed.source = request.source
         listed.heard_at = now
+        listed.replaced_secret = replaced_secret or listed.replaced_secret
         self.record_outcome(request, "listed", now)
 
     def end_former_server(self, request):
         """Take a proven IP address and port from the listed server with another Secret, if one has
-        them.
+        them. Return its Secret, hashed, or "".
 
         The game server was started again: its former life has no port any more."""
         former = self.former_server(request)
         if former is None:
-            return
+            return ""
+        former_secret = former.ddnet_registration["secret"]
         address = self.rules.listed_address(request.source)
         texts = [ddnet_address(protocol, address, request.port)
                  for protocol in (DDNET_06, DDNET_07)]
         self.drop_addresses(former, texts)
+        return former_secret
 
     def list_registration(self, server, registration, source, now):
         """List a server with this registration, or refresh it.
@@ -9069,7 +9544,7 @@ class Ddnet(TcpProtocol):
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there. `source` is the address that the registration comes from.
         Raise Refused if the rules or a limit forbid it."""
-        first_address = registration["addresses"][0]
+        first_address, *_ = registration["addresses"]
         key = self.game, *ddnet_endpoint(first_address)
         if first_address in self.addresses:
             # The server counts for the source of its first address
@@ -9289,8 +9764,22 @@ SEARCH = """\
  autocomplete="off" spellcheck="false"></label>
 <label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
-<button>Search</button>
+$countries<button>Search</button>
 </form>
+"""
+
+# The closed choice of countries shows so many codes; of more it shows the number, so that it has
+# room on a phone
+COUNTRY_CODES_SHOWN = 3
+# The choice of countries, which opens above the list
+COUNTRY_CHOICE = """\
+<details id="countries"$hidden><summary>$summary</summary>
+<div class="choice" id="country-boxes" data-live>$boxes</div></details>
+"""
+
+COUNTRY_BOX = """\
+<label><input type="checkbox" name="country" value="$code"$checked> $name <small>$count</small>\
+</label>
 """
 
 TAB = """\
@@ -9312,7 +9801,7 @@ TABLE = """\
 <thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
 <th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
 <th role="columnheader">Version<th role="columnheader">Seen\
-<th role="columnheader">Address</thead>
+<th role="columnheader">Country<th role="columnheader">Address</thead>
 <tbody role="rowgroup">
 $rows</tbody>
 </table>
@@ -9404,7 +9893,7 @@ path { fill: var(--accent); opacity: .75; }
 <g mask="url(#end)">
 <text class="name" x="16" y="33">$name</text>
 <text x="16" y="56"><tspan>$game</tspan> $state</text>
-<text class="address" x="16" y="79">$address</text>
+<text class="address" x="16" y="79">$place</text>
 </g>
 <text class="players" x="544" y="34">$players</text>
 <svg x="424" y="42" width="120" height="45">$spark</svg>
@@ -9598,10 +10087,22 @@ form button:hover { border-color: currentColor; }
 form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
 .check input[type=number] { width: 6rem; }
+/* The choice of countries lies over the list, so that nothing moves when it opens */
+details { position: relative; }
+summary { height: 2rem; padding: .25rem 0; cursor: pointer; white-space: nowrap; }
+summary:hover { color: var(--accent); }
+.choice {
+  position: absolute; right: 0; z-index: 2; min-width: 14rem; max-width: calc(100vw - 3rem);
+  max-height: 20rem; overflow-y: auto; padding: .5rem .875rem; border: 1px solid var(--line);
+  border-radius: 3px; background: var(--raised);
+}
+.choice label { display: flex; padding: .25rem 0; }
+.choice input { flex: none; }
+.choice small { margin-left: auto; padding-left: .75rem; }
 
 /* The board. Its rows are not displayed as those of a table, so that rows out of sight cost no
    layout, and so that a phone can fold them.
-   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 address */
+   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 country, 9 address */
 #status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
 #status:first-child:empty { display: none; }
@@ -9626,7 +10127,7 @@ td {
   min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap;
   max-height: 1.5rem;
 }
-.one-game :is(th, td):nth-child(2) { display: none; }
+.one-game :is(th, td):nth-child(2), .no-country :is(th, td):nth-child(8) { display: none; }
 td:first-child { display: flex; }
 td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
 /* A name that is too long loses its end, even if it runs from right to left */
@@ -9659,6 +10160,11 @@ td i { line-height: 1.625rem; }
 /* If there is no room, the second badge is cut first, then the name */
 td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
 td a, td .copy { outline-offset: -2px; }
+abbr {
+  display: inline-block; padding: 0 .25rem; border: 1px solid var(--line); border-radius: 2px;
+  font-size: .75rem; line-height: 1rem; vertical-align: .0625rem; text-decoration: none;
+  letter-spacing: .05em;
+}
 td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
 td a:hover { text-decoration: underline; }
 .copy {
@@ -9694,6 +10200,7 @@ pre {
   :is(th, td):nth-child(2) { width: 5.5rem; }
   :is(th, td):nth-child(3) { width: 6rem; }
   :is(th, td):nth-child(4), :is(th, td):nth-child(5) { width: 8rem; }
+  :is(th, td):nth-child(8) { width: 3.75rem; }
   :is(th, td):last-child { width: 12rem; }
 }
 @media (max-width: 70rem) { :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; } }
@@ -9703,8 +10210,8 @@ pre {
   table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
 }
 
-/* On a phone every row has two lines: name and players above, game, mode, map and address below
-   them */
+/* On a phone every row has two lines: name and players above, game, mode, map, country and address
+   below them */
 @media (max-width: 40rem) {
   html { scroll-padding-top: 6rem; }
   body { padding: 0 1rem; }
@@ -9718,22 +10225,26 @@ pre {
   thead tr { flex-wrap: wrap; }
   tbody tr {
     display: grid;
-    grid-template-columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto;
+    grid-template-columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto auto;
     column-gap: 0; align-items: start;
     height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem;
   }
   :is(th, td):nth-child(3) { display: block; }
-  td:first-child { grid-area: 1 / 1 / 2 / 5; margin-right: .75rem; font-size: 1rem; }
-  td:nth-child(5) { grid-area: 1 / 5; width: 7.25rem; }
+  td:first-child { grid-area: 1 / 1 / 2 / 6; margin-right: .75rem; font-size: 1rem; }
+  td:nth-child(5) { grid-area: 1 / 6; width: 7.25rem; }
   td:nth-child(2), td:nth-child(3), td:nth-child(4) {
     grid-area: 2 / 1; margin-right: .5rem; color: var(--soft); font-size: .8125rem;
   }
   td:nth-child(3) { grid-column: 2; }
   td:nth-child(4) { grid-column: 3; }
-  td:last-child { grid-area: 2 / 4 / 3 / 6; justify-content: end; }
+  td:nth-child(8) { grid-area: 2 / 4; margin-right: .5rem; }
+  td:last-child { grid-area: 2 / 5 / 3 / 7; justify-content: end; }
   td:last-child code { flex: 0 1 auto; max-width: 10.5rem; font-size: .75rem; }
   td span { flex-basis: 3.5rem; }
   form { gap: .5rem .875rem; font-size: .8125rem; }
+  form { position: relative; }
+  details { position: static; }
+  .choice { left: 0; }
 }
 /* If text is twice as large on a phone, sparklines and badges are left out */
 @media (max-width: 19.99rem) {
@@ -9816,8 +10327,10 @@ const FADE_MS = 1600;               // long enough to be noticed in passing
 const COPIED_MS = 1500;             // long enough to be noticed
 const TYPING_MS = 300;              // longer than the pause between two keys
 const PLAYERS_MAX = 65535;          // the highest number that the master accepts
-const COLUMNS = ['name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'address'];
-const PLAYERS = 4, SEEN = 6, ADDRESS = 7;
+const CODES_SHOWN = 3;              // chosen countries; of more the number is shown
+const COLUMNS = [
+  'name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'country', 'address'];
+const PLAYERS = 4, SEEN = 6, COUNTRY = 7, ADDRESS = 8;
 const table = document.querySelector('#servers');
 const LIVE = table ? '#servers' : '[data-live]';    // what a refreshed page must have too
 const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
@@ -9887,6 +10400,7 @@ const linked = new URLSearchParams(location.search);
 const view = {
   name: linked.get('name') || '',
   players_min: linked.get('players_min') || '',
+  country: linked.getAll('country').join().toLowerCase().split(',').filter(Boolean),
   hide: (linked.get('hide') || '').split(',').filter(Boolean),
   sort: linked.get('sort') || '',
 };
@@ -9896,7 +10410,9 @@ const players = row => parseInt(row.cells[PLAYERS].textContent);
 // ß becomes ss, as with Python's casefold() in the master's search
 const fold = text => text.toLowerCase().toUpperCase();
 const nameOf = row => row.querySelector('bdi').textContent;
-const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href');
+const countryOf = row => row.cells[COUNTRY].textContent.toLowerCase();
+const labelOf = element => element.getAttribute('aria-label') || element.getAttribute('href')
+  || element.value;
 const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                     // the rows in the master's order
 let capped = false;         // true: the page lacks some rows, so the master must search
@@ -9905,6 +10421,7 @@ function viewQuery() {
   const query = new URLSearchParams(location.search);
   const players_min = +view.players_min ? view.players_min : '';
   for (const [key, value] of [['name', view.name], ['players_min', players_min],
+                              ['country', view.country.join(',')],
                               ['hide', view.hide.join(',')], ['sort', view.sort]])
     value ? query.set(key, value) : query.delete(key);
   return query;
@@ -9912,7 +10429,8 @@ function viewQuery() {
 
 function keepView() {
   const query = viewQuery(), search = String(query) && '?' + query;
-  if (search !== location.search) history.replaceState(null, '', location.pathname + search);
+  const address = search.replaceAll('%2C', ',');
+  if (address !== location.search) history.replaceState(null, '', location.pathname + address);
   for (const link of document.querySelectorAll('#tabs a')) {
     const game = new URL(link.href).searchParams.get('game');
     game ? query.set('game', game) : query.delete('game');
@@ -9926,6 +10444,7 @@ function wanted(row) {              // the same rule as in the master's ListFilt
   const endpoint = row.querySelector('code').textContent;
   const address = name.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
   return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
+    && (!view.country.length || view.country.includes(countryOf(row)))
     && [nameOf(row), address].some(text => fold(text).includes(name));
 }
 
@@ -9933,7 +10452,10 @@ function sorted(rows) {
   const by = view.sort.replace('-', ''), sign = view.sort.startsWith('-') ? -1 : 1;
   const column = COLUMNS.indexOf(by);
   if (column < 0) return rows;
-  const values = {name: nameOf, players, seen: row => Date.parse(row.cells[SEEN].title)};
+  const values = {
+    name: nameOf, players, seen: row => Date.parse(row.cells[SEEN].title),
+    country: row => countryOf(row) || 'zzz',        // those without one come last
+  };
   const value = values[by] || (row => row.cells[column].textContent);
   const compare = NUMBERS.includes(by) ? (a, b) => a - b : collator.compare;
   return rows.map(row => [value(row), row])
@@ -9991,7 +10513,7 @@ function tellStatus() {
 function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
-  for (const key of search ? ['game', 'name', 'players_min'] : ['game'])
+  for (const key of search ? ['game', 'name', 'players_min', 'country'] : ['game'])
     if (now.get(key)) query.set(key, now.get(key));
   return location.pathname + (String(query) && '?' + query);
 }
@@ -10027,7 +10549,9 @@ function patchRows(page, fading) {
     return fresh;
   });
   for (const gone of known.values()) gone.remove();
-  table.dataset.total = page.querySelector('#servers').dataset.total;
+  const fresh = page.querySelector('#servers');
+  table.dataset.total = fresh.dataset.total;
+  table.className = fresh.className;
 }
 
 function patchTable(page, fading) {
@@ -10065,6 +10589,25 @@ function patchParts(page) {
   }
 }
 
+// The boxes have just been patched with the counts. They show the view's choice, and not that of
+// the page, which was fetched with all countries.
+function patchCountries(page) {
+  const choice = document.querySelector('#countries');
+  const fresh = page.querySelector('#countries');
+  if (!choice || !fresh) return;    // an operator's own template may have none
+  choice.hidden = fresh.hidden && !view.country.length;
+  checkCountries();
+}
+
+function checkCountries() {
+  for (const box of document.querySelectorAll('#countries input'))
+    box.checked = view.country.includes(box.value);
+  const summary = document.querySelector('#countries summary'), count = view.country.length;
+  if (!summary) return;
+  const chosen = count > CODES_SHOWN ? count : view.country.join(', ').toUpperCase();
+  put(summary, count ? 'Countries: ' + chosen : 'Countries');
+}
+
 function reading() {                // while text is selected, nothing on the page may move
   const selection = getSelection();
   return !selection.isCollapsed && [...document.querySelectorAll('#servers, [data-live]')]
@@ -10079,6 +10622,7 @@ function takePage(url, text) {
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
+  patchCountries(page);
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
 }
@@ -10118,6 +10662,7 @@ addCopyButtons(document);
 function startSearch(form) {
   form.elements.name.value = view.name;             // a browser may have restored old input
   form.elements.players_min.value = view.players_min;
+  checkCountries();
   form.querySelector('button').hidden = true;
   for (const word of ['empty', 'full']) {
     const box = make('input', {type: 'checkbox', value: word, checked: view.hide.includes(word)});
@@ -10125,12 +10670,24 @@ function startSearch(form) {
     label.append(box, 'Hide ' + word);
     form.append(label);
   }
+  const choice = form.querySelector('details');
+  addEventListener('click', event => {
+    if (!choice.contains(event.target)) choice.open = false;
+  });
+  choice.addEventListener('keydown', event => {
+    if (event.key !== 'Escape') return;
+    choice.open = false;
+    choice.querySelector('summary').focus();
+  });
   form.addEventListener('submit', event => event.preventDefault());
   form.addEventListener('input', () => {
     const least = Math.ceil(form.elements.players_min.value);
     view.name = form.elements.name.value;
     view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, least)) || '');
-    view.hide = [...form.querySelectorAll(':checked')].map(box => box.value);
+    const chosen = [...form.querySelectorAll(':checked')];
+    view.country = chosen.filter(box => box.name === 'country').map(box => box.value).sort();
+    view.hide = chosen.filter(box => box.name !== 'country').map(box => box.value);
+    checkCountries();
     show();
     clearTimeout(pause);
     if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master limits searches
@@ -10160,7 +10717,8 @@ if (table) {
   startSorting();
   keepView();
   show();
-  if (view.name || view.players_min) refresh();     // the page came filtered: fetch all rows
+  // The page came filtered: fetch all rows
+  if (view.name || view.players_min || view.country.length) refresh();
 }
 
 if (document.querySelector(LIVE)) {
@@ -10359,6 +10917,7 @@ class ListPage(NamedTuple):
     servers: Sequence[Server]       # all that match the filter
     rows: Html                      # render_rows() of the first of them
     counts: Mapping[str, int]       # the number of servers of each game that has any
+    countries: Mapping[str, int]    # the number of the game's servers in each country that has any
     # The (game, reader, line) tuples from contact_lines(), shown if no server is listed
     contacts: Sequence[Tuple[str, str, str]]
     spark: Html                     # the sparkline of all players together
@@ -10372,7 +10931,8 @@ def render_list_page(context, contents):
         SEARCH,
         game=game,
         name=list_filter.name,
-        players_min=list_filter.players_min or "")
+        players_min=list_filter.players_min or "",
+        countries=render_country_choice(contents))
     return render_page(
         context,
         context.games.get(game),
@@ -10440,6 +11000,36 @@ def render_game_tabs(context, counts, chosen_game):
     return fill_template(TABS, tabs=tabs)
 
 
+def render_country_choice(contents):
+    """Return the choice of countries for the search form of a ListPage, sorted by their names.
+
+    It is hidden if no country is known. A chosen country is offered even if it has no servers."""
+    chosen = contents.list_filter.countries
+    counts = {**dict.fromkeys(chosen, 0), **contents.countries}
+    boxes = []
+    for code in sorted(counts, key=country_name):
+        boxes.append(fill_template(
+            COUNTRY_BOX,
+            code=code,
+            checked=Html(" checked") if code in chosen else "",
+            name=country_name(code),
+            count=number_text(counts[code])))
+    hidden = "" if boxes else Html(" hidden")
+    summary = country_summary(chosen)
+    return fill_template(COUNTRY_CHOICE, boxes=boxes, hidden=hidden, summary=summary)
+
+
+def country_summary(chosen):
+    """Return what stands on the closed choice of countries, of which these codes are chosen.
+
+    The function checkCountries() of the page's script follows the same rule."""
+    if not chosen:
+        return "Countries"
+    if len(chosen) > COUNTRY_CODES_SHOWN:
+        return "Countries: %d" % len(chosen)
+    return "Countries: " + ", ".join(chosen).upper()
+
+
 def render_table(contents):
     """Return the table of a ListPage.
 
@@ -10447,9 +11037,14 @@ def render_table(contents):
     how to get servers into the list."""
     list_filter = contents.list_filter
     total = len(contents.servers)
-    is_search = bool(list_filter.name or list_filter.players_min)
+    is_search = bool(list_filter.name or list_filter.players_min or list_filter.countries)
     status = list_status(total, is_search)
-    state = ' class="one-game"' if list_filter.game else ""
+    classes = []
+    if list_filter.game:
+        classes.append("one-game")
+    if not contents.countries:
+        classes.append("no-country")
+    state = ' class="%s"' % " ".join(classes) if classes else ""
     empty = ""
     if not status:
         # The hints are left out of a page that has servers. Hiding them by the style sheet would
@@ -10538,7 +11133,11 @@ def render_server_row(server, spark, title):
         '<td role="cell"')
     if server.game == "iceball":
         endpoint = '<a href="iceball://%s" title="Start the game">%s</a>' % (endpoint, endpoint)
-    after_seen = f'<td role="cell"><code>{endpoint}</code>\n'
+    country = ""
+    if server.country:
+        country = '<abbr title="%s">%s</abbr>' % (
+            country_name(server.country), server.country.upper())
+    after_seen = f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>\n'
     return before_seen, after_seen
 
 
@@ -10714,6 +11313,7 @@ def server_facts(server):
         ("Mode", mode_text(server)),
         ("Map", server.map),
         ("Version", server.version),
+        ("Country", country_name(server.country)),
         (DESCRIPTION, server.description),
         ("Ping from this master", ping),
         ("Verified", VERIFIED[server.verified]),
@@ -11119,6 +11719,9 @@ METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 DDNET_REGISTER = "/ddnet/15/register"
 DDNET_SERVERS = "/ddnet/15/servers.json"
 DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
+# A registration takes so many tokens of [limits] datagrams. By default 200 may come at once: enough
+# for 32 servers that start together, each with four addresses
+DDNET_REGISTRATION_TOKENS = 2
 # The longest bodies, by route, where they are not HTTP_BODY_BYTES
 BODY_BYTES = {DDNET_REGISTER: DDNET_INFO_BYTES}
 
@@ -11264,8 +11867,13 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if page:
             self.page = page
         self.route = self.page if self.page in ROUTES else "other"
-        values = urllib.parse.parse_qsl(query, keep_blank_values=True)
-        self.query = dict(values)
+        query_values: Dict[str, str] = {}
+        for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
+            if name == "country" and name in query_values:
+                # The boxes of a form have one name
+                value = "%s,%s" % (query_values[name], value)
+            query_values[name] = value
+        self.query = query_values
 
     def read_length(self):
         """Set `body_bytes` from Content-Length.
@@ -11332,7 +11940,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         body = response.body
         fields = {**DEFAULT_FIELDS, **extra_fields, **response.fields}
         takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
-        if takes_gzip and len(body) >= GZIP_MIN_BYTES:
+        if takes_gzip and GZIP_MIN_BYTES <= len(body) <= GZIP_MAX_BYTES:
             body = response.gzipped_body
             fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
@@ -11691,7 +12299,12 @@ class Web(TcpProtocol):
         Raise HttpError if the bucket has too few, or if the client is blocked. (A blocked client
         gets this far only through a proxy: its own connections are not accepted.)"""
         address = request.address
-        if self.rules.request_limiter.allow(address, request.now, tokens):
+        limiter = self.rules.request_limiter
+        if request.route == DDNET_REGISTER:
+            # The game servers of one machine may register in the same second, as others announce
+            # themselves by UDP
+            limiter, tokens = self.rules.message_limiter, DDNET_REGISTRATION_TOKENS
+        if limiter.allow(address, request.now, tokens):
             return
         if self.rules.verdict(address) == BLOCKED:
             raise HttpError(403, "Requests from %s are not answered here." % address)
@@ -11783,6 +12396,7 @@ class ListFilter(NamedTuple):
     game: str                           # "" for all games
     name: str = ""                      # a part of the name or the address; "" for all servers
     players_min: int = 0                # servers with fewer players are left out
+    countries: Tuple[str, ...] = ()     # their codes; () for servers in any country or none
 
     def matches(self, server):
         """Does the server belong in the list?
@@ -11790,6 +12404,8 @@ class ListFilter(NamedTuple):
         Text with a colon is searched in the address with its port, other text in the address alone.
         The function wanted() of the page's script follows the same rule."""
         if server.players < self.players_min:
+            return False
+        if self.countries and server.country not in self.countries:
             return False
         text = self.name.casefold()
         address = server.address
@@ -11810,7 +12426,22 @@ def query_filter(web, request, default_game=""):
     is_known_game = game in ("", *web.look.games)
     if not is_known_game and request.route != "/servers.json":
         raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-    return ListFilter(game, clean(name), players_min)
+    return ListFilter(game, clean(name), players_min, query_countries(request))
+
+
+def query_countries(request):
+    """Return the codes of countries in the query of a request, sorted.
+
+    They stand in `country`, as in country=de,nl or, from a form without the script, in several
+    values of this name. Raise HttpError if one is not two letters."""
+    codes = set()
+    for code in request.query.get("country", "").lower().split(","):
+        if not code.strip():
+            continue
+        if not re.fullmatch("[a-z]{2}", code.strip()):
+            raise HttpError(400, "country: expected two letters for each, such as de,nl.")
+        codes.add(code.strip())
+    return tuple(sorted(codes))
 
 
 def query_endpoint(request, default_address=""):
@@ -11923,7 +12554,7 @@ def get_master_json(web, request):
 
 JSON_FIELDS = (
     "game address port name mode map version players max_players playing description official "
-    "priority flavor verified responding found_at").split()
+    "priority flavor verified responding found_at country").split()
 JSON_DETAILS = "arenas factions skill flags".split()
 
 
@@ -12088,7 +12719,19 @@ def ddnet_entry(server):
     """Return the entry of a server in DDNet's list, as JSON."""
     registration = server.ddnet_registration
     addresses = to_json(registration["addresses"])
-    return b'{"addresses":%s,"info":%s}' % (addresses, registration["info"].encode())
+    location = b""
+    if ddnet_location(server.country):
+        location = b'"location":"%s",' % ddnet_location(server.country).encode()
+    info = registration["info"].encode()
+    return b'{"addresses":%s,%s"info":%s}' % (addresses, location, info)
+
+
+def ddnet_location(country):
+    """Return the location of a server in this country for DDNet's list, or "" if it has none."""
+    if country == "cn":
+        return "as:cn"
+    continent = continent_of(country)
+    return "" if continent == "an" else continent       # the game knows no Antarctica
 
 
 def get_ddnet_servers(web, request):
@@ -12215,7 +12858,8 @@ def render_list(web, list_filter, servers, wall):
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
     spark = render_sparkline(day)
-    contents = ListPage(list_filter, servers, rows, counts, contacts, spark)
+    countries = web.registry.count_countries(game)
+    contents = ListPage(list_filter, servers, rows, counts, countries, contacts, spark)
     return render_list_page(web.look, contents)
 
 
@@ -12284,8 +12928,11 @@ def get_banner(web, request):
     name = ""
     state = "is not known here"
     players = ""
+    place = endpoint
     status = 404
     if server:
+        if server.country:
+            place = "%s · %s" % (endpoint, country_name(server.country))
         name = server.name
         state = server.map if server.responding else "not responding"
         players = "%d/%s" % (server.players, server.max_players or "?")
@@ -12304,7 +12951,7 @@ def get_banner(web, request):
         state=state,
         players=players,
         game=web.look.game_title(clean(query.game)),
-        address=endpoint,
+        place=place,
         spark=render_sparkline(hourly_players))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
@@ -12584,6 +13231,12 @@ def announce_luanti(web, request, port, values):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
                              "/check tells what to do." % last_outcome.detail)
     return HttpResponse(b"Request has been filed.\n", status=202)
+
+
+def get_geoip(web, request):
+    """Return the response with the continent of the player who asks, as Luanti's list does."""
+    continent = continent_of(web.rules.country(request.address))
+    return HttpResponse(to_json({"continent": continent.upper() or None}), JSON_TYPE)
 
 
 # --- Registrations of DDNet servers --------------------------------------------------------------
@@ -12966,7 +13619,7 @@ ROUTES = {
     "/list": get_list,
     DDNET_REGISTER: post_ddnet_register,
     DDNET_SERVERS: get_ddnet_servers,
-    "/geoip": text_route('{"continent":null}', JSON_TYPE),
+    "/geoip": get_geoip,
 }
 
 
@@ -13007,6 +13660,7 @@ def news_text(server, settings, escape=str):
         name=escape(name),
         game=escape(title),
         map=escape(server.map or "?"),
+        country=escape(country_name(server.country) or "?"),
         url=url,
         players=server.players,
         max_players=server.max_players or "?")
@@ -14620,11 +15274,48 @@ def file_stamps(settings):
     It is a list of (path, modification time, size), without files that do not exist. If it differs
     from an earlier one, a file has changed."""
     stamps = []
-    for path in (settings.path, *map(settings.file, TEXT_FILES + TLS_FILES)):
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            stamps.append((path, status.st_mtime_ns, status.st_size))
+    names = (*TEXT_FILES, *TLS_FILES, COUNTRY_FILE)
+    for path in (settings.path, *map(settings.file, names)):
+        stamps += file_stamp(path)
     return stamps
+
+
+def file_stamp(path):
+    """Return [(path, modification time, size)] for a file, or [] if it does not exist."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return [(path, status.st_mtime_ns, status.st_size)]
+    return []
+
+
+def country_stamp(settings):
+    """Return the path of the file with the countries, and its file_stamp()."""
+    path = settings.file(COUNTRY_FILE)
+    return path, file_stamp(path)
+
+
+def load_country_file(settings):
+    """Read the file with the countries that the settings name, and return the CountryFile.
+
+    Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
+    memory, up to COUNTRY_FILE_BYTES: were it mapped, the program would crash when somebody copies a
+    new file over it."""
+    path = settings.file(COUNTRY_FILE)
+    if not path:
+        return None
+    try:
+        check_is_file(path)
+        if os.path.getsize(path) > COUNTRY_FILE_BYTES:
+            raise ValueError("larger than %d MB" % (COUNTRY_FILE_BYTES >> 20))
+        with open(path, "rb") as file:
+            return CountryFile(file.read())
+    except (Malformed, OSError, ValueError) as error:
+        raise SettingsError("[http] countries = %s: %s" % (path, error_text(error))) from None
+
+
+def country_file_text(country_file):
+    """Return what a CountryFile says of itself: "DBIP-Country-Lite of 2026-11-01"."""
+    return "%s of %s" % (country_file.type, utc_datetime(country_file.built).date())
 
 
 def read_text_files(settings):
@@ -16105,7 +16796,8 @@ def ddnet_list_entry(entry, json_list):
 
     Only the clients that play are counted."""
     info = entry["info"]
-    address, port = ddnet_endpoint(entry["addresses"][0])
+    first_address, *_ = entry["addresses"]
+    address, port = ddnet_endpoint(first_address)
     players = [client for client in info[json_list.players] if client["is_player"]]
     return {
         "address": address,
@@ -16649,10 +17341,13 @@ class MasterServer:
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
         self.certificate_trouble = ""       # why the present files could not be used
+        self.country_stamp: Any = country_stamp(self.settings)
+        country_file = load_country_file(self.settings)
         self.next_certificate_warning = 0.0
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
         self.rules = Rules(self.settings)
+        self.rules.country_file = country_file
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
         # These five are described in Core
@@ -16851,6 +17546,7 @@ class MasterServer:
         if self.certificate:
             self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
+        self.guarded(self.registry.look_up_countries)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
@@ -17106,6 +17802,7 @@ class MasterServer:
         changed = adopt_settings(self.settings, new_settings)
         if self.certificate:
             self.renew_certificate(self.certificate)
+        self.renew_country_file()
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
@@ -17125,6 +17822,28 @@ class MasterServer:
             self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(certificate.expires).date())
+
+    def renew_country_file(self):
+        """Have the disk thread read the file with the countries again, if it has changed."""
+        stamp = country_stamp(self.settings)
+        if stamp == self.country_stamp:
+            return
+        self.country_stamp = stamp
+        load = functools.partial(load_country_file, self.settings)
+        self.disk.submit(load, self.on_country_file)
+
+    def on_country_file(self, result, now):
+        """Use the CountryFile that the disk thread has read, or None if the settings name none.
+
+        If `result` is an exception, log it, and keep the old file."""
+        if isinstance(result, Exception):
+            report(self.health, "countries", "the old ones stay in force: %s" % result)
+            return
+        self.health.pop("countries", None)
+        self.rules.country_file = result
+        self.registry.look_up_countries_again()
+        if result is not None:
+            log.info("countries read again: %s", country_file_text(result))
 
     def apply_settings(self, now):
         """Let changed settings take effect in the registry, the protocols and the log. Close the
@@ -18260,6 +18979,8 @@ def check_settings(settings):
         master_server.bind()
     finally:
         master_server.close()
+    if master_server.rules.country_file:
+        say("[http] countries: " + country_file_text(master_server.rules.country_file))
     say("The server can start with these settings.")
     return EXIT_OK
 

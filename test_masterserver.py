@@ -493,7 +493,8 @@ class SettingsTest(unittest.TestCase):
                  "hyperbol": "servers =", "subspace": "zones =", "quake3": "tags =",
                  "iceball": "port = 5", "luanti": "enabled = yes", "ddnet": "enabled = no",
                  "cluster": "name = a",
-                 "poll": "rate = 5", "upstream": "masters = hyperbol a.example"}
+                 "poll": "rate = 5", "upstream": "masters = hyperbol a.example",
+                 "country": "203.0.113.7:5 = de"}
         self.assertEqual(set(below), ms.SECTIONS)
         # Where they are right: a blank in a password is one
         right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
@@ -5472,7 +5473,8 @@ class PagesTest(unittest.TestCase):
                        "players on <b>1,003</b> servers")
             self.assertEqual(page_of(web_of(make_servers(5))).count("<tr"), 1 + 2)
         self.holds(page_of(web_of([])), "No servers yet", " hidden>")
-        self.holds(page_of(web_of([make_server(players=1)]), "/?game=aio"), 'class="one-game"',
+        self.holds(page_of(web_of([make_server(players=1)]), "/?game=aio"),
+                   'class="one-game no-country"',
                    "<title>AIO · Open Game Masters</title>",
                    '<a href="/" aria-current="false">All games<small>1</small>',
                    '<a href="/?game=aio" aria-current="page">AIO<small>0</small>')
@@ -5725,7 +5727,7 @@ class BrowserTest(BrowserCase):
             found = self.js(ROWS + ".map(row => parseInt(row.cells[4].textContent))")
             self.assertEqual((found, self.js(heads)[4], self.js("location.search")),
                              (shown, head, search))
-        self.js("document.querySelectorAll('th button')[7].focus()")
+        self.js("document.querySelectorAll('th button')[8].focus()")
         for sign in 1, -1:
             self.browser.press("Enter", 13, "\r")
             found = self.js(ROWS + ".map(row => row.querySelector('code').textContent)")
@@ -5743,6 +5745,65 @@ class BrowserTest(BrowserCase):
             self.type("[name=players_min]", typed)
             self.assertEqual(self.js("location.search").partition("&")[::2][1], kept[1:], typed)
         self.expect(lambda server: server.players > 9 and server.players != server.max_players)
+
+    def test_countries(self):
+        """Chosen by boxes, sorted by, kept in the address and by a refresh and the back button."""
+        for index, server in enumerate(self.site.servers):
+            server.country = ("de", "nl", "", "us")[index % 4]
+        self.open()
+        self.assertEqual(self.of("#countries", "innerText").strip(), "Countries")
+        self.assertGreater(self.of("td:nth-child(8)", "offsetWidth"), 0)
+        self.assertEqual(self.js("[...document.querySelectorAll('#countries label')]"
+                                 ".map(label => label.textContent.trim())"),
+                         ["Germany 15", "Netherlands 15", "United States 15"])
+        self.js("document.querySelector('#countries summary').click()")
+        self.js("document.querySelector('[value=nl]').click()")
+        self.expect(lambda server: server.country == "nl")
+        self.js("document.querySelector('[value=de]').click()")
+        self.expect(lambda server: server.country in ("de", "nl"))
+        self.assertEqual(self.js("location.search"), "?country=de,nl")
+        self.assertEqual(self.of("#countries summary"), "Countries: DE, NL")
+        for code in "us", "de", "nl":
+            self.js("document.querySelector('[value=%s]').click()" % code)
+        self.assertEqual(self.of("#countries summary"), "Countries: US")
+        self.js("view.country = ['a', 'b', 'c', 'd']; checkCountries(); 0")
+        self.assertEqual(self.of("#countries summary"), "Countries: 4")
+        self.js("view.country = ['de', 'nl']; checkCountries(); show(); keepView()")
+        self.site.servers[0].country, self.site.servers[1].country = "fr", "de"
+        self.js("document.querySelector('[value=nl]').focus()")
+        self.refresh()
+        self.expect(lambda server: server.country in ("de", "nl"))
+        self.assertEqual(self.js("[...document.querySelectorAll('#countries :checked')]"
+                                 ".map(box => box.value)"), ["de", "nl"])
+        self.assertEqual(self.js("document.activeElement.value"), "nl")
+        self.assertIn("France 1", self.of("#countries"))
+        self.js("document.querySelector('h1').click()")
+        self.assertFalse(self.of("#countries", "open"))
+        self.js("document.querySelectorAll('th button')[7].click()")
+        codes = self.js(ROWS + ".map(row => row.cells[7].textContent)")
+        self.assertEqual(codes, sorted(codes))
+        names, link = self.names(), "/?country=de,nl&sort=country"
+        self.assertEqual(self.js("location.pathname + location.search"), link)
+        self.open("/check")
+        self.js("history.back()")
+        eventually(lambda: self.js("location.pathname + location.search") == link)
+        eventually(lambda: self.names() == names)
+        self.js("document.querySelector('[value=de]').click()")     # and all rows were fetched
+        self.js("document.querySelector('[value=nl]').click()")
+        eventually(lambda: len(self.names()) == 60)
+        self.assertEqual(self.js(ROWS + ".map(row => row.cells[7].textContent)")[-15:], [""] * 15)
+        self.open("/?country=us")
+        self.js("document.querySelector('[value=us]').click()")
+        eventually(lambda: len(self.names()) == 60)
+
+    def test_countries_come_and_go(self):
+        """Without any, there is neither the column nor the choice."""
+        self.open()
+        for country, is_shown in (("", False), ("de", True), ("", False)):
+            self.site.servers[0].country = country
+            self.refresh()
+            self.assertEqual((self.of("td:nth-child(8)", "offsetWidth") > 0,
+                              self.of("#countries", "offsetWidth") > 0), (is_shown, is_shown))
 
     def test_link_reproduces_the_view(self):
         self.open("/?game=subspace")
@@ -5915,6 +5976,14 @@ class LayoutTest(BrowserCase):
         fields = self.js("[...new FormData(document.querySelector('#search'))].map(String)")
         self.assertEqual(fields, ["game,subspace", "name,e", "players_min,"])
         self.assertGreater(self.of("#search button", "offsetHeight"), 0)
+        for index, server in enumerate(self.site.servers):
+            server.country = ("de", "nl", "us")[index % 3]
+        self.open("/?country=us")
+        self.expect(lambda server: server.country == "us")
+        self.js("document.querySelector('[value=de]').checked = true")
+        self.js("document.querySelector('#search button').click()")
+        eventually(lambda: "country=de&country=us" in self.js("location.search"))
+        self.expect(lambda server: server.country in ("de", "us"))
 
     def test_the_board_looks_like_one(self):
         """The name heaviest, figures in columns, full servers dimmed, empty ones lighter."""
@@ -5939,6 +6008,8 @@ class LayoutTest(BrowserCase):
 
     def test_nothing_stands_out(self):
         self.site.servers[5:5] = hostile_servers()
+        for server in self.site.servers[::2]:
+            server.country = "gs"
         for target in ("/", "/?game=iceball", "/check?address=192.0.2.3", "/nowhere", "/check",
                        *map(link_to, hostile_servers()),
                        *[link_to(make_server(address="192.0.2.9")) + "&span=" + span
@@ -5983,7 +6054,7 @@ class LayoutTest(BrowserCase):
             self.browser.press("Tab", 9, shift=True)
             self.assertTrue(self.js("""document.activeElement.getBoundingClientRect().top
                 >= document.querySelector('thead').getBoundingClientRect().bottom"""))
-        for width, columns in (390, 6), (1280, 8):
+        for width, columns in (390, 6), (1280, 8):      # no country is known
             self.browser.resize(width)
             nodes = self.browser.call("Accessibility.getFullAXTree")["nodes"]
             roles = [node["role"]["value"] for node in nodes if not node["ignored"]]
@@ -6500,8 +6571,8 @@ class FuzzTest(unittest.TestCase):
                 self.connection("Web", http_request(
                     "/announce", "Content-Type: " + name, "Content-Length: %d" % len(data),
                     method="POST", body=data))
-            elif name == "Ddnet":                       # it has no socket of its own
-                self.connection("Web", data)
+            elif name == "Ddnet":       # it has no socket of its own; each source has its Secret
+                self.connection("Web", data.replace(b"2ffa794f", self.here[0].encode()))
             elif isinstance(self.protocols[name], ms.UdpProtocol):
                 self.datagram(name, data, self.here)
             else:
@@ -6969,6 +7040,9 @@ class HttpTest(WebCase):
         lines = "Accept-Encoding: br", "Accept-Encoding: gzip"
         self.assertIn("Content-Encoding", self.get("/style.css", *lines)[1])
         self.assertNotIn("Content-Encoding", self.get("/robots.txt", *lines)[1], "too short")
+        self.web.forget_responses()
+        with mock.patch.object(ms, "GZIP_MAX_BYTES", 1000):
+            self.assertNotIn("Content-Encoding", self.get("/style.css", *lines)[1], "too long")
 
     def test_scripts_of_other_sites_may_read_the_data(self):
         for path, readable in (
@@ -7127,13 +7201,13 @@ class ListsTest(WebCase):
 {"generated":1700000070,"generation":%d,"servers":[{"game":"iceball","address":"203.0.113.9",\
 "port":1,"name":"S","mode":"ctf","map":"m","version":"1","players":3,"max_players":8,"playing":2,\
 "description":"D","official":true,"priority":7,"flavor":4,"verified":"query","responding":true,\
-"found_at":"up.example","unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"",\
+"found_at":"up.example","country":"","unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"",\
 "skill":"9","flags":"",\
 "master":"","first_seen":1700000000,"last_seen":1700000060},
 {"game":"iceball","address":"203.0.113.9","port":2,"name":"S","mode":"","map":"","version":"",\
 "players":0,"max_players":0,"playing":null,"description":"","official":false,"priority":0,\
-"flavor":0,"verified":"self-reported","responding":false,"found_at":"","unconfirmed":true,\
-"ping_ms":null,\
+"flavor":0,"verified":"self-reported","responding":false,"found_at":"","country":"",\
+"unconfirmed":true,"ping_ms":null,\
 "arenas":"","factions":"","skill":"","flags":"","master":"","first_seen":1700000000,\
 "last_seen":1700000000}]}
 ''' % self.registry.generation)
@@ -8647,7 +8721,9 @@ class DdnetTest(WebCase):
         for body in (b"[]", b"5", b"{", b"{}", b'{"max_clients":64,\xff}', b"[" * 90000,
                      DDNET_INFO[:-1], DDNET_INFO + b"x", b"9" * 5000,
                      DDNET_INFO.replace(b"Tutorial", b"\\ud800"),
-                     DDNET_INFO.replace(b"1082711", b"1e999")):
+                     DDNET_INFO.replace(b"1082711", b"1e999"),
+                     # Each of these takes 18 characters when Python writes it
+                     DDNET_INFO.replace(b"1082711", b"[%s1]" % (b"1e15," * 6000))):
             self.setUp()
             self.assertEqual(self.register(body=body)[0][0], 400, body[:40])
             self.assertEqual(self.registry.total, 0)
@@ -8741,6 +8817,40 @@ class DdnetTest(WebCase):
                              (200, "success"))
             self.assertEqual([entry["addresses"] for entry in self.entries()], [
                 [self.HTTP_0_6, "tw-0.6+udp://[2001:db8::9]:8399"]])
+
+    def test_both_protocols_of_a_game_server_that_starts_again(self):
+        """Each is challenged once, though 0.6 has taken the place before 0.7 returns its token."""
+        for fields in DDNET_0_6, DDNET_0_7:
+            self.register(fields)
+        with_tokens = []
+        for fields in DDNET_0_6, DDNET_0_7:
+            fields = fields.replace("2ffa", "0000")
+            self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO)), (200, "need_challenge"))
+            with_tokens.append(fields + "Challenge-Token: %s\r\n" % self.token())
+        for now in (0.0, 15.0, 30.0):
+            for fields in with_tokens:
+                self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO), now=now),
+                                 (200, "success"))
+        self.assertEqual(self.addresses(), [[self.HTTP_0_6, self.HTTP_0_7]])
+
+    def test_many_servers_of_one_machine_at_once(self):
+        reload(self.core, self.web, limits__exempt="")      # as [limits] is by default
+        for round_number in range(3):
+            for port in range(9000, 9032):
+                fields = DDNET_0_6.replace("8399", str(port)).replace("2ffa", str(port))
+                answer, _ = self.register(fields, ddnet_info(name=str(round_number)),
+                                          now=15.0 * round_number)
+                self.assertEqual(answer, (200, "success"))
+        for _ in range(200):
+            status, message = self.send(ddnet_request(DDNET_0_6), now=30.0)
+        self.assertEqual((status, "Too many requests" in message), (429, True))
+
+    def test_addresses_that_lead_nowhere(self):
+        """Not even as a further address of a server that is listed."""
+        self.register()
+        for source in "fe80::1%eth0", "0.0.0.9":
+            status, message = self.send(ddnet_request(DDNET_0_7, DDNET_INFO), source)
+            self.assertEqual((status, "cannot be the address" in message), (400, True))
 
     def test_rules_and_limits(self):
         """Each is answered in words that the game server logs."""
@@ -9030,6 +9140,552 @@ class DdnetOnTheWire(unittest.TestCase):
         self.assertFalse(restored.confirmed)
         game.send_signal(signal.SIGINT)
         eventually(lambda: entries() == [])
+
+
+# --- Countries -----------------------------------------------------------------------------------
+
+def mmdb_head(kind: int, size: int) -> bytes:
+    """The first bytes of a value of an MMDB file, as its specification describes them."""
+    extended = b"" if kind < 8 else bytes((kind - 7,))
+    if size >= 65821:
+        more, size = (size - 65821).to_bytes(3, "big"), 31
+    elif size >= 285:
+        more, size = (size - 285).to_bytes(2, "big"), 30
+    elif size >= 29:
+        more, size = (size - 29).to_bytes(1, "big"), 29
+    else:
+        more = b""
+    return bytes(((kind if kind < 8 else 0) << 5 | size,)) + extended + more
+
+
+def mmdb_value(value: Any) -> bytes:
+    """A value of an MMDB file. A tuple is (a type's number, its bytes); bytes stay as they are."""
+    if isinstance(value, dict):
+        return mmdb_head(7, len(value)) + b"".join(
+            mmdb_value(key) + mmdb_value(item) for key, item in value.items())
+    if isinstance(value, list):
+        return mmdb_head(11, len(value)) + b"".join(map(mmdb_value, value))
+    if isinstance(value, bool):
+        return mmdb_head(14, value)
+    if isinstance(value, int):
+        raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
+        return mmdb_head(9, len(raw)) + raw
+    if isinstance(value, float):
+        return mmdb_head(3, 8) + struct.pack(">d", value)
+    if isinstance(value, tuple):
+        return mmdb_head(value[0], len(value[1])) + value[1]
+    if isinstance(value, bytes):
+        return value
+    return mmdb_head(2, len(value.encode())) + value.encode()
+
+
+def mmdb_pointer(target: int, size: int) -> bytes:
+    """A pointer of 1 to 4 bytes to a position in the data."""
+    target -= (0, 2048, 526336, 0)[size - 1]
+    high = target >> 8 * size if size < 4 else 0
+    return bytes((1 << 5 | (size - 1) << 3 | high,)) + (target & (1 << 8 * size) - 1).to_bytes(
+        size, "big")
+
+
+def mmdb_file(places: Dict[str, int], data: bytes, record_bits: int = 24, ip_version: int = 6,
+              **changed: Any) -> bytes:
+    """A file in which these networks lead to these positions in the data."""
+    nodes: List[List[Any]] = [[None, None]]
+    for text, position in places.items():
+        network = ipaddress.ip_network(text)
+        number, bits = int(network.network_address), network.prefixlen
+        if network.version == 4 and ip_version == 6:
+            bits += 96
+        length = 128 if ip_version == 6 else 32
+        node = 0
+        for depth in range(bits):
+            side = number >> length - 1 - depth & 1
+            if depth == bits - 1:
+                nodes[node][side] = ("data", position)
+            elif not isinstance(nodes[node][side], int):
+                nodes.append([nodes[node][side]] * 2)   # what held for all holds for both halves
+                nodes[node][side] = node = len(nodes) - 1
+            else:
+                node = nodes[node][side]
+    count = len(nodes)
+
+    def record(item):
+        return count if item is None else item if isinstance(item, int) else count + 16 + item[1]
+
+    tree = b""
+    for left, right in (map(record, node) for node in nodes):
+        if record_bits == 28:
+            middle = bytes((left >> 24 << 4 | right >> 24,))
+            tree += (left & 0xffffff).to_bytes(3, "big") + middle
+            tree += (right & 0xffffff).to_bytes(3, "big")
+        else:
+            tree += left.to_bytes(record_bits // 8, "big") + right.to_bytes(record_bits // 8, "big")
+    uint16, uint32 = 5, 6
+    description = {
+        "node_count": (uint32, count.to_bytes(4, "big")),
+        "record_size": (uint16, bytes((record_bits,))),
+        "ip_version": (uint16, bytes((ip_version,))), "database_type": "Test-Country",
+        "languages": ["en"], "binary_format_major_version": (uint16, b"\2"),
+        "binary_format_minor_version": (uint16, b""), "build_epoch": 1_782_864_000,
+        "description": {"en": "For tests"}, **changed}
+    return tree + bytes(16) + data + b"\xab\xcd\xefMaxMind.com" + mmdb_value(description)
+
+
+def country_data(*countries: Dict[str, Any]) -> Tuple[bytes, List[int]]:
+    """The data with these records, and where each of them begins."""
+    data, places = b"", []
+    for record in countries:
+        places.append(len(data))
+        data += mmdb_value(record)
+    return data, places
+
+
+def simple_country_file(countries: Dict[str, str], **options: Any) -> bytes:
+    """A file with the country of each network."""
+    data, places = country_data(*({"country": {"iso_code": code}} for code in countries.values()))
+    return mmdb_file(dict(zip(countries, places)), data, **options)
+
+
+try:
+    import maxminddb
+except ImportError:
+    maxminddb = None
+
+
+class CountryFileTest(unittest.TestCase):
+    NETWORKS = {"203.0.113.0/24": "DE", "198.51.100.0/25": "NL", "198.51.100.128/25": "FR",
+                "192.0.2.7/32": "US", "2001:db8::/32": "BR", "2001:db8:5::1/128": "AU"}
+    EXPECTED = (("203.0.113.0", "de"), ("203.0.113.255", "de"), ("203.0.114.0", ""),
+                ("198.51.100.127", "nl"), ("198.51.100.128", "fr"), ("192.0.2.7", "us"),
+                ("192.0.2.6", ""), ("2001:db8::1", "br"), ("2001:db8:5::1", "au"),
+                ("2001:db8:5::2", "br"), ("2001:db9::1", ""), ("::1", ""), ("127.0.0.1", ""))
+
+    def test_record_sizes_and_versions(self):
+        for record_bits, version in itertools.product((24, 28, 32), (4, 6)):
+            networks = {text: code for text, code in self.NETWORKS.items()
+                        if version == 6 or ":" not in text}
+            file = ms.CountryFile(simple_country_file(
+                networks, record_bits=record_bits, ip_version=version))
+            self.assertEqual((file.type, file.built), ("Test-Country", 1_782_864_000))
+            for address, country in self.EXPECTED:
+                if version == 4 and ":" in address:
+                    country = ""
+                self.assertEqual(file.country(address), country, (address, record_bits, version))
+
+    def test_records_beyond_24_bits(self):
+        """In the halves of the byte that two records of 28 bits share."""
+        padding = mmdb_value((4, bytes((1 << 24) + 5)))
+        data = padding + mmdb_value({"country": {"iso_code": "DE"}})
+        for record_bits in 28, 32:
+            for network, other in (("0.0.0.0/1", "128.0.0.1"), ("128.0.0.0/1", "1.0.0.1")):
+                file = ms.CountryFile(mmdb_file({network: len(padding)}, data, record_bits, 4))
+                inside = "1.0.0.1" if network[0] == "0" else "128.0.0.1"
+                self.assertEqual((file.country(inside), file.country(other)), ("de", ""))
+
+    def test_every_type_and_pointers_of_every_size(self):
+        """What stands before the country is skipped, whatever it is."""
+        before = {
+            "text": "x" * 28, "longer": "x" * 29, "long": "x" * 285, "very long": "x" * 65821,
+            "double": 1.5, "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
+            "uint32": (6, b""), "int32": (8, b"\xff\xff\xff\xff"), "uint64": 1 << 63,
+            "uint128": (10, b"\xff" * 16), "array": [1, ["x", {"y": True}], []], "flag": False,
+            "float": (15, b"\0\0\0\0"), "empty": {}, "many": dict.fromkeys(map(str, range(40)), 1)}
+        file = mmdb_file({"203.0.113.0/24": 0}, mmdb_value({**before, "country": {
+            **before, "iso_code": "DE"}}))
+        self.assertEqual(ms.CountryFile(file).country("203.0.113.9"), "de")
+        for size, filling in ((1, 300), (2, 100_000), (3, 530_000), (4, 1000)):
+            data = mmdb_value((4, bytes(filling)))
+            code_at, code = len(data), mmdb_value("DE")
+            name_at, name = code_at + len(code), mmdb_value("iso_code")
+            inner_at = name_at + len(name)
+            inner = mmdb_head(7, 1) + mmdb_pointer(name_at, size) + mmdb_pointer(code_at, size)
+            record_at = inner_at + len(inner)
+            record = mmdb_value({"continent": mmdb_pointer(inner_at, size),
+                                 "country": mmdb_pointer(inner_at, size)})
+            file = mmdb_file({"203.0.113.0/24": record_at}, data + code + name + inner + record)
+            self.assertEqual(ms.CountryFile(file).country("203.0.113.9"), "de", size)
+
+    def test_records_without_a_country(self):
+        for record in ({}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                       {"country": {"iso_code": "-"}}, {"country": {"iso_code": "DEU"}},
+                       {"country": {"iso_code": ""}}, {"country": {"names": {"en": "Germany"}}},
+                       {"registered_country": {"iso_code": "DE"}}):
+            file = mmdb_file({"203.0.113.0/24": 0}, mmdb_value(record))
+            self.assertEqual(ms.CountryFile(file).country("203.0.113.9"), "", record)
+
+    def test_files_that_are_none(self):
+        right = simple_country_file(self.NETWORKS)
+        for raw, words in (
+                (b"", "not an MMDB file"), (b"x" * 1000, "not an MMDB file"),
+                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end|no number"),
+                (right + bytes(200_000), "not an MMDB file"),
+                (simple_country_file({}, binary_format_major_version=3), "not version 2"),
+                (simple_country_file({}, record_size=20), "20 bits"),
+                (simple_country_file({}, ip_version=5), "version 5"),
+                (simple_country_file({}, node_count=0), "0 nodes"),
+                (simple_country_file({}, node_count=10_000), "does not fit"),
+                (simple_country_file({}, node_count=(9, b"\xff" * 8)), "does not fit"),
+                (simple_country_file({}, node_count="9"), "no number node_count"),
+                (simple_country_file({}, build_epoch=(9, b"\1" * 9)), "no number build_epoch"),
+                (simple_country_file({}, build_epoch=1 << 62), "was made in no year")):
+            with self.subTest(words=words), self.assertRaisesRegex(ms.Malformed, words):
+                ms.CountryFile(raw)
+
+    def test_broken_data(self):
+        """Pointers in a circle, deep nesting, sizes beyond the end: Malformed, and soon."""
+        nested = b"".join(mmdb_head(7, 1) + mmdb_value("x") for _ in range(20_000))
+        for data, words in (
+                (mmdb_pointer(0, 1), "pointer to a pointer"),
+                (mmdb_value({"country": mmdb_pointer(0, 1)}), "."),
+                (mmdb_head(7, 2) + mmdb_pointer(9999, 2), "beyond the end"),
+                (mmdb_head(7, 16_000_000) + mmdb_value("x"), "beyond the end"),
+                (mmdb_head(7, 2) + mmdb_value("x") + mmdb_head(2, 16_000_000), "beyond the end"),
+                (nested, "too many values"), (mmdb_value("DE"), "no map"),
+                (mmdb_value({"country": "DE"}), "no map"),
+                (mmdb_value({"country": {"iso_code": 5}}), "no text"),
+                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), "no text"), (b"\xff\xff", ".")):
+            file = ms.CountryFile(mmdb_file({"203.0.113.0/24": 0}, data))
+            began = time.process_time()
+            try:
+                self.assertEqual(file.country("203.0.113.9"), "", data[:20])
+            except ms.Malformed as error:
+                self.assertRegex(str(error), words)
+            else:
+                self.assertEqual(words, ".", data[:20])
+            self.assertLess(time.process_time() - began, 1.0)
+        # A place in the zeros between the tree and the data
+        file = ms.CountryFile(mmdb_file({"203.0.113.0/24": -5}, b""))
+        self.assertRaises(ms.Malformed, file.country, "203.0.113.9")
+
+    def test_mutations(self):
+        chance = random.Random(51)
+        data, places = country_data(
+            *({"continent": {"code": "EU", "names": {"en": "Europe", "de": "Europa"}},
+               "country": {"geoname_id": 5, "iso_code": code}} for code in ("DE", "NL", "FR")))
+        right = mmdb_file(dict(zip(self.NETWORKS, places)), data)
+        addresses = [address for address, _ in self.EXPECTED]
+        for _ in range(1000):
+            raw = bytearray(right)
+            for _ in range(chance.choice((1, 1, 2, 5))):
+                at = chance.randrange(len(raw))
+                if chance.random() < 0.5:
+                    at = chance.randrange(len(raw) - 500, len(raw))
+                noise = chance.getrandbits(8 * 4).to_bytes(4, "big")
+                raw[at:at + chance.choice((1, 1, 4))] = noise[:chance.choice((0, 1, 1, 4))]
+            with contextlib.suppress(ms.Malformed):
+                file = ms.CountryFile(bytes(raw))
+                for address in addresses:
+                    with contextlib.suppress(ms.Malformed):
+                        self.assertRegex(file.country(address), "^([a-z]{2})?$")
+
+    @unittest.skipUnless(maxminddb, "there is no maxminddb to compare with")
+    def test_the_same_as_the_reference(self):
+        """In a real file, and in files of every record size."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        chance = random.Random(200)
+        networks = {}
+        for _ in range(3000):
+            bits = chance.randrange(8, 33)
+            network = ipaddress.ip_network((chance.getrandbits(bits) << 32 - bits, bits))
+            networks[str(network)] = chance.choice([*ms.COUNTRIES]).upper()
+            bits = chance.randrange(16, 65)
+            number = 0x20 << 120 | chance.getrandbits(bits) << 128 - bits & (1 << 120) - 1
+            network = ipaddress.ip_network((number, bits), strict=False)
+            networks[str(network)] = chance.choice([*ms.COUNTRIES]).upper()
+        # A network may not be cut into by one that comes before it
+        ordered = dict(sorted(networks.items(), key=lambda item: int(item[0].split("/")[1])))
+        paths = []
+        for record_bits in 24, 28, 32:
+            paths.append(os.path.join(folder.name, "%d.mmdb" % record_bits))
+            with open(paths[-1], "wb") as file:
+                file.write(simple_country_file(ordered, record_bits=record_bits))
+        with contextlib.suppress(ImportError):
+            import _maxminddb_geolite2
+            paths.append(os.path.join(os.path.dirname(_maxminddb_geolite2.__file__),
+                                      "GeoLite2-City.mmdb"))
+        for path in paths:
+            with open(path, "rb") as file:
+                ours = ms.CountryFile(file.read())
+            with maxminddb.open_database(path) as reference:
+                found = 0
+                for number in range(200_000 // len(paths)):
+                    address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
+                    if number % 2:
+                        address = str(ipaddress.IPv6Address(
+                            0x2 << 124 | chance.getrandbits(12) << 112 | chance.getrandbits(112)))
+                    record = reference.get(address) or {}
+                    country = record.get("country", {}).get("iso_code", "").lower()
+                    self.assertEqual(ours.country(address), country, (path, address))
+                    found += bool(country)
+                self.assertGreater(found, 1000, path)
+
+
+class CountriesTest(WebCase):
+    """Where servers are, as the registry, the lists and the pages tell it."""
+
+    settings = {"limits__requests": "1000000", "country": ""}
+
+    def setUp(self):
+        self.settings = {"limits__requests": "1000000"}
+        super().setUp()
+        self.rules = self.registry.rules
+        self.rules.country_file = ms.CountryFile(simple_country_file(
+            {"203.0.113.0/24": "DE", "198.51.100.0/24": "NL", "192.0.2.0/24": "CN",
+             "2001:db8::/32": "BR"}))
+
+    def by_hand(self, **countries):
+        """Have the ini say so: address__port="de"."""
+        self.core.settings.values["country"] = {
+            ms.read_country_place(place.replace("_", ".").replace("..", ":")): country
+            for place, country in countries.items()}
+
+    def test_names_and_continents(self):
+        self.assertEqual(len(ms.COUNTRIES), 250)
+        for code, name, continent in (
+                ("de", "Germany", "eu"), ("st", "São Tomé and Príncipe", "af"),
+                ("us", "United States", "na"), ("zw", "Zimbabwe", "af"),
+                ("gs", "South Georgia and the South Sandwich Islands", "an"),
+                ("zz", "ZZ", ""), ("", "", "")):
+            self.assertEqual((ms.country_name(code), ms.continent_of(code)), (name, continent))
+
+    def test_the_ini(self):
+        for text, place in (("203.0.113.7:20737", ("203.0.113.7", 20737)),
+                            ("203.0.113.7", ("203.0.113.7", 0)),
+                            ("2001:DB8::1", ("2001:db8::1", 0)),
+                            ("[2001:db8::1]:5", ("2001:db8::1", 5))):
+            self.assertEqual(ms.read_country_place(text), place)
+        for text in "a.example", "203.0.113.7:", "203.0.113.7:70000", "203.0.113.0/24":
+            self.assertRaises(ValueError, ms.read_country_place, text)
+        self.assertEqual([ms.read_country(text) for text in ("de", " DE ")], ["de", "de"])
+        for text in "", "d", "deu", "Germany", "zz":
+            self.assertRaises(ValueError, ms.read_country, text)
+
+    def test_looked_up_when_listed(self):
+        with mock.patch.object(ms.CountryFile, "country", autospec=True,
+                               side_effect=ms.CountryFile.country) as looked_up:
+            for number, (address, country) in enumerate((
+                    ("203.0.113.9", "de"), ("198.51.100.9", "nl"), ("2001:db8::9", "br"),
+                    ("8.8.8.8", ""))):
+                server = self.list(number + 1, address)
+                self.assertEqual(server.country, country)
+            self.list(1, players=5, max_players=9)
+            self.servers()
+            self.get("/")
+            self.assertEqual(looked_up.call_count, 4)
+        self.assertEqual([entry["country"] for entry in self.servers()], ["de", "nl", "br", ""])
+
+    def test_without_a_file(self):
+        self.rules.country_file = None
+        self.assertEqual(self.list().country, "")
+        page = self.get("/")[2].decode()
+        self.assertIn('class="no-country"', page)
+        self.assertIn('<details id="countries" hidden>', page)
+        self.assertEqual(self.get("/geoip")[2], b'{"continent":null}')
+
+    def test_by_hand(self):
+        """It wins over the file, at once after a reload; what has gone from the ini soon does."""
+        servers = [self.list(port) for port in (1, 2)]
+        for by_hand, at_once, later in (
+                ({"203_0_113_9__1": "fr"}, ["fr", "de"], ["fr", "de"]),
+                ({"203_0_113_9": "us"}, ["us", "us"], ["us", "us"]),
+                ({"203_0_113_9": "us", "203_0_113_9__2": "fr"}, ["us", "fr"], ["us", "fr"]),
+                ({}, ["us", "fr"], ["de", "de"])):
+            self.by_hand(**by_hand)
+            self.registry.apply_rules(self.core.settings)
+            self.assertEqual([server.country for server in servers], at_once)
+            self.registry.look_up_countries()
+            self.assertEqual([server.country for server in servers], later)
+
+    def test_many_at_once(self):
+        """So many a second; the others follow, and what the ini says waits for nothing."""
+        self.by_hand(**{"203_0_113_9": "fr"})
+        self.rules.read(self.core.settings)
+        for port in range(1, ms.COUNTRY_LOOKUPS + 300):
+            server = ms.Server("aio", "203.0.113.%d" % (port % 256), port, "203.0.113.9", 0.0, 99.0)
+            self.registry.insert(server)
+        counts = self.registry.count_countries("aio")
+        self.assertEqual((counts["de"], counts["fr"]), (500, 4))
+        self.registry.look_up_countries()
+        self.assertEqual(self.registry.count_countries("aio"), {"de": 795, "fr": 4})
+        self.assertEqual(self.registry.countries_due, collections.deque())
+
+    def test_a_new_file(self):
+        """Servers are looked up again in steps, those of other masters too."""
+        self.registry.country_lookups_left = 1000
+        for port in range(1, ms.COUNTRY_LOOKUPS + 100):
+            server = ms.Server("aio", "203.0.113.%d" % (port % 256), port, "203.0.113.9", 0.0, 99.0)
+            server.master = "other" if port % 2 else ""
+            self.registry.insert(server)
+        generation = self.registry.generation
+        self.rules.country_file = ms.CountryFile(simple_country_file({"203.0.113.0/24": "PL"}))
+        self.registry.look_up_countries_again()
+        self.registry.remove_any(self.registry.servers()[0])
+        for counts in ({"pl": 499, "de": 99}, {"pl": 598}, {"pl": 598}):
+            self.registry.look_up_countries()
+            self.assertEqual({country: count for country, count
+                              in self.registry.count_countries("aio").items()
+                              if country}, counts)
+        self.assertEqual(self.registry.generation, generation + 599)
+
+    def test_a_damaged_file(self):
+        self.rules.country_file = ms.CountryFile(mmdb_file(
+            {"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
+        self.assertEqual(self.list().country, "")
+
+    def test_filters(self):
+        for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
+            self.list(number + 1, address, name="Server %d" % number)
+        for query, names in (("country=de", "0"), ("country=de,nl", "01"), ("country=NL", "1"),
+                             ("country=de&country=nl", "01"), ("country=fr", ""),
+                             ("country=de, br", "02"), ("country=", "0123"),
+                             ("country=,", "0123"), ("country=de&name=9", "0"),
+                             ("game=aio&country=de", "")):
+            for path in "/servers.json?", "/?":
+                status, _, body = self.get(path + query.replace(" ", "%20"))
+                found = "".join(sorted(set(re.findall("Server ([0-9])", body.decode()))))
+                self.assertEqual((status, found), (200, names), (path, query))
+        for query in "country=x", "country=deu", "country=d%FC", "country=de;nl":
+            self.assertEqual(self.get("/servers.json?" + query)[0], 400)
+
+    def test_the_continent_of_a_player(self):
+        """As Luanti asks for it: of the address that a proxy names, and kept by nobody."""
+        reload(self.core, self.web, http__trusted_proxies="127.0.0.1", limits__requests="1000000")
+        for source, line, body in (
+                ("203.0.113.9", "X: y", b'{"continent":"EU"}'),
+                ("203.0.113.9", "X-Forwarded-For: 2001:db8::1", b'{"continent":"EU"}'),
+                ("127.0.0.1", "X-Forwarded-For: 2001:db8::1", b'{"continent":"SA"}'),
+                ("127.0.0.1", "X: y", b'{"continent":null}')):
+            _, headers, found = self.get("/geoip", line, address=source)
+            self.assertEqual((found, headers["Cache-Control"]), (body, "no-store"))
+            self.assertNotIn("ETag", headers)
+        self.by_hand(**{"127_0_0_1": "jp"})
+        self.registry.apply_rules(self.core.settings)
+        self.assertEqual(self.get("/geoip", address="127.0.0.1")[2], b'{"continent":"AS"}')
+
+    def test_locations_of_ddnet_servers(self):
+        registration = {"info": DDNET_INFO.decode(), "serial": 0, "secret": "0" * 32,
+                        "addresses": ["tw-0.6+udp://203.0.113.9:1"]}
+        for address, location in (("203.0.113.9", "eu"), ("192.0.2.9", "as:cn"), ("8.8.8.8", None)):
+            self.list(1, address, "ddnet", ddnet_registration=registration)
+            server = self.registry.get("ddnet", address, 1)
+            entry = json.loads(ms.ddnet_entry(server))
+            self.assertEqual((entry.get("location"), sorted(entry)[:2]),
+                             (location, ["addresses", "info"]))
+        self.assertEqual([ms.ddnet_location(code) for code in ("aq", "jp", "us", "")],
+                         ["", "as", "na", ""])
+
+    def test_pages(self):
+        self.list(name="Here")
+        self.list(2, "198.51.100.9", name="There")
+        self.list(3, "8.8.8.8", game="aio", name="Nowhere")
+        page = self.get("/")[2].decode()
+        self.assertIn('<td role="cell"><abbr title="Germany">DE</abbr><td role="cell"><code>', page)
+        self.assertIn('now<td role="cell"><td role="cell"><code>8.8.8.8:3', page)
+        self.assertNotIn("no-country", page)
+        boxes = re.findall('value="(..)"( checked)?> ([^<]*) <small>([0-9]+)<', page)
+        self.assertEqual(boxes, [("de", "", "Germany", "1"), ("nl", "", "Netherlands", "1")])
+        page = self.get("/?country=nl,pl")[2].decode()
+        boxes = re.findall('value="(..)"( checked)?> ([^<]*) <small>([0-9]+)<', page)
+        self.assertEqual(boxes, [("de", "", "Germany", "1"), ("nl", " checked", "Netherlands", "1"),
+                                 ("pl", " checked", "Poland", "0")])
+        self.assertEqual(("There" in page, "Here" in page), (True, False))
+        self.assertIn("No server matches.", self.get("/?country=pl")[2].decode())
+        for query, summary in (("", "Countries"), ("?country=nl,de", "Countries: DE, NL"),
+                               ("?country=nl,de,pl,fr", "Countries: 4")):
+            self.assertIn("<summary>%s</summary>" % summary, self.get("/" + query)[2].decode())
+        page = self.get("/?game=aio")[2].decode()
+        self.assertIn('class="one-game no-country"', page)
+        link = "/server?game=iceball&address=203.0.113.9&port=1"
+        self.assertIn("<dt>Country</dt><dd>Germany</dd>", self.get(link)[2].decode())
+        self.assertIn("203.0.113.9:1 · Germany</text>",
+                      self.get(link.replace("/server", "/banner.svg"))[2].decode())
+
+    def test_news(self):
+        self.core.settings.values["notify.text"] = "$name in $country"
+        for address, text in (("203.0.113.9", "S in Germany"), ("8.8.8.8", "S in ?")):
+            self.assertEqual(ms.news_text(self.list(1, address), self.core.settings), text)
+
+
+class CountryFileOfTheProgram(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "countries.mmdb")
+        self.ini = os.path.join(folder.name, "masterserver.ini")
+
+    def write(self, raw):
+        with open(self.path, "wb") as file:
+            file.write(raw)
+
+    def load(self):
+        with open(self.ini, "w", encoding="utf-8") as file:
+            file.write("[server]\ndatabase =\n[http]\ncountries = countries.mmdb\n")
+        return ms.Settings.load(self.ini)
+
+    def test_at_the_start(self):
+        with self.assertRaisesRegex(ms.SettingsError, r"^\[http\] countries = .*No such file"):
+            ms.MasterServer(self.load())
+        for raw, words in ((b"", "not an MMDB file"), (b"x" * 5000, "not an MMDB file")):
+            self.write(raw)
+            with self.assertRaisesRegex(ms.SettingsError, words):
+                ms.MasterServer(self.load())
+        self.write(simple_country_file({"203.0.113.0/24": "DE"}))
+        self.assertEqual(ms.MasterServer(self.load()).rules.country("203.0.113.9"), "de")
+        with mock.patch.object(ms, "COUNTRY_FILE_BYTES", 100):
+            self.assertRaisesRegex(ms.SettingsError, "larger than", ms.MasterServer, self.load())
+
+    def test_checked(self):
+        options = []
+        for setting in {**NO_PORTS, "server.database": "", "server.public_address": "203.0.113.5",
+                        "http.countries": self.path}.items():
+            options += ["--set", "%s=%s" % setting]
+        self.write(simple_country_file({}))
+        status, out, _ = command("--check", *options)
+        self.assertEqual(status, 0)
+        self.assertIn("[http] countries: Test-Country of 2026-07-01\n", out)
+        self.write(b"nonsense")
+        status, _, err = command("--check", *options)
+        self.assertEqual(status, 2)
+        self.assertIn("this is not an MMDB file", err)
+
+    def test_replaced(self):
+        """A good file holds soon; of one that cannot be read the log and /healthz tell, once."""
+        self.write(simple_country_file({"203.0.113.0/24": "DE"}))
+        server = ms.MasterServer(self.load(), reload=self.load)
+        self.addCleanup(server.disk.stop, SOON_S)
+        listed = server.registry.list_or_refresh(
+            ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
+        now = 0.0
+
+        def run():
+            """What the loop does in some seconds, with the results of the disk thread."""
+            nonlocal now
+            now += 10.0
+            server.tick(now)
+            ran = threading.Event()
+            server.disk.submit(lambda: None, lambda result, now: ran.set())
+            while not ran.is_set():
+                server.run_posted_calls(now)
+            server.tick(now + 1.0)
+
+        for raw, country, words in (
+                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read again"),
+                (b"nonsense", "nl", "the old ones stay in force: .* is not an MMDB file"),
+                (simple_country_file({"203.0.113.0/25": "PL"}), "pl", "countries read again")):
+            self.write(raw)
+            with self.assertLogs("masterserver") as logged:
+                run()
+                run()
+            self.assertEqual(listed.country, country)
+            lines = [line for line in logged.output if "settings read again" not in line]
+            self.assertEqual(len(lines), 1, lines)
+            self.assertRegex(lines[0], words)
+            self.assertEqual("countries" in server.health, raw == b"nonsense")
+        os.remove(self.path)
+        with self.assertLogs("masterserver"):
+            run()
+        self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
 
 
 # --- Banners and previews ------------------------------------------------------------------------
@@ -15708,29 +16364,37 @@ class Told(str):
         return None
 
 
-class InTwo(unittest.TestSuite):
+class InParallel(unittest.TestSuite):
     """Every test of this file, for one report: this process takes the classes from the first on, a
-    second one from the last on, until they meet, so that two cores have work; then what measures
-    time runs alone."""
+    second one from the last on, a third from the middle on, until none is left. Many tests wait, so
+    that three processes fit on two cores. Then what measures time runs alone."""
 
     def run(self, result, debug=False):
         flags = ["-W" + option for option in sys.warnoptions or ["default"]]
         flags += ["-X", "dev"] * sys.flags.dev_mode
-        with tempfile.TemporaryDirectory() as folder:
-            with subprocess.Popen(
-                    [sys.executable, *flags, __file__, "--share", folder]) as other:
-                run_share(folder, all_cases(), result)
-            for case in all_cases():
-                suite_of(case, True)(result)
-            told = {"errors": [("the second process", "It ended with status %d, and told nothing."
-                                % other.returncode)]}
-            with contextlib.suppress(FileNotFoundError), open(
-                    os.path.join(folder, "told"), encoding="utf-8") as file:
-                told = json.load(file)
+        others = {}
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            for start in SHARES:
+                others[start] = stack.enter_context(subprocess.Popen(
+                    [sys.executable, *flags, __file__, "--share", folder, start]))
+            run_share(folder, all_cases(), result)
+            for start, other in others.items():
+                other.wait()
+                self.add_share(result, start, other.returncode, os.path.join(folder, start))
+        for case in all_cases():
+            suite_of(case, True)(result)
+        return result
+
+    @staticmethod
+    def add_share(result, start, status, path):
+        """Add what another process has told to the report."""
+        told = {"errors": [("the process that begins with the %s" % start,
+                            "It ended with status %d, and told nothing." % status)]}
+        with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+            told = json.load(file)
         result.testsRun += told.pop("run", 0)
         for outcome, tests in told.items():
             getattr(result, outcome).extend((Told(name), text) for name, text in tests)
-        return result
 
 
 def all_cases():
@@ -15752,12 +16416,17 @@ def run_share(folder, cases, result):
             suite_of(case, False)(result)
 
 
-def share_main(folder):
+# Where the other processes begin
+SHARES = {"last": lambda cases: cases[::-1],
+          "middle": lambda cases: cases[len(cases) // 2:] + cases[:len(cases) // 2]}
+
+
+def share_main(folder, start):
     result = unittest.TextTestResult(sys.stderr, False, 1)
-    run_share(folder, reversed(all_cases()), result)
+    run_share(folder, SHARES[start](all_cases()), result)
     told = {outcome: [(str(test), text) for test, text in getattr(result, outcome)]
             for outcome in ("errors", "failures", "skipped")}
-    with open(os.path.join(folder, "told"), "w", encoding="utf-8") as file:
+    with open(os.path.join(folder, start), "w", encoding="utf-8") as file:
         json.dump(dict(told, run=result.testsRun), file)
 
 
@@ -15770,4 +16439,4 @@ if __name__ == "__main__":
     if mode:
         unittest.main()
     runner = unittest.TextTestRunner(warnings=None if sys.warnoptions else "default")
-    sys.exit(not runner.run(InTwo()).wasSuccessful())
+    sys.exit(not runner.run(InParallel()).wasSuccessful())
