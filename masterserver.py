@@ -9385,6 +9385,11 @@ class Ddnet(TcpProtocol):
             self.refresh(request, server, now)
         return DDNET_SUCCESS
 
+    def registered_address(self, request):
+        """Return the address that a DdnetRequest registers or deletes, as the list has it."""
+        address = self.rules.listed_address(request.source)
+        return ddnet_address(request.protocol, address, request.port)
+
     def refresh(self, request, server, now):
         """List a proven address of a listed server, whose info stays as it is."""
         registration = server.ddnet_registration
@@ -9412,8 +9417,8 @@ class Ddnet(TcpProtocol):
     def check_owner(server, address, port):
         """Raise Refused if this cannot be another address of the server with the same Secret.
 
-        A server has one port, and one address of each family. Whoever has learned a Secret, but not
-        the server's port, cannot add himself to the server."""
+        A server has one port, and one address of each family. So somebody who has learned the
+        Secret cannot add another port, or a second IPv4 address, to the server."""
         is_ipv6 = ":" in address
         for text in server.ddnet_registration["addresses"]:
             listed_address, listed_port = ddnet_endpoint(text)
@@ -9504,8 +9509,7 @@ class Ddnet(TcpProtocol):
     def list_address(self, request, server, info, serial, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
         of a new one. Raise Refused if the rules or a limit forbid it."""
-        address = self.rules.listed_address(request.source)
-        text = ddnet_address(request.protocol, address, request.port)
+        text = self.registered_address(request)
         addresses = {text}
         if server is not None:
             addresses.update(server.ddnet_registration["addresses"])
@@ -9549,22 +9553,26 @@ class Ddnet(TcpProtocol):
         if first_address in self.addresses:
             # The server counts for the source of its first address
             source = self.addresses[first_address].source
-        moved = {}
+        attributes = ddnet_attributes(registration)
+        kept = {}
         if server is not None and server.key != key:
+            self.check_move(key, source, attributes["name"])
             for text in registration["addresses"]:
                 if text in self.addresses:
-                    moved[text] = self.addresses[text]
+                    kept[text] = self.addresses[text]
             self.registry.remove_own(server)
-        attributes = ddnet_attributes(registration)
-        try:
-            listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
-        except Refused:
-            if moved:                   # it stays where it was
-                self.registry.insert(server)
-            raise
-        for text, address in moved.items():
+        listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
+        for text, address in kept.items():
             address.server = listed
             self.addresses[text] = address
+
+    def check_move(self, key, source, name):
+        """Raise Refused if a listed server may not be listed under another key.
+
+        It stays where it is then. It takes no further room, but it will count for this source."""
+        _, address, port = key
+        self.registry.check_rules(source, address, port, name)
+        self.rules.check_source_limit(self.registry.sources, source, "listed")
 
     # Addresses that leave
 
@@ -9572,8 +9580,7 @@ class Ddnet(TcpProtocol):
         """Remove the address that a DdnetRequest deletes, if it is listed.
 
         Raise Refused if it is listed with another Secret."""
-        address = self.rules.listed_address(request.source)
-        text = ddnet_address(request.protocol, address, request.port)
+        text = self.registered_address(request)
         listed = self.addresses.get(text)
         if listed is None:
             return
@@ -9616,9 +9623,7 @@ class Ddnet(TcpProtocol):
     def remember_repetition(self, request, fingerprint):
         """Remember the fingerprint of a registration that was successful and had no body, so that
         refresh_repeated() recognizes the next one."""
-        address = self.rules.listed_address(request.source)
-        text = ddnet_address(request.protocol, address, request.port)
-        listed = self.addresses[text]
+        listed = self.addresses[self.registered_address(request)]
         server = listed.server
         listed.fingerprint = fingerprint
         # At the end of this window the token may become too old

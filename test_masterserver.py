@@ -8886,13 +8886,14 @@ class DdnetTest(WebCase):
         self.register(source=self.HERE_6)
         self.registry.rules.max_servers_per_source = 1
         self.register(DDNET_0_6.replace("2ffa", "0000").replace("8399", "8400"))
-        before = self.addresses()
+        before, generation = self.addresses(), self.registry.generation
         self.registry.rules.check_source_limit = mock.Mock(side_effect=ms.Refused("limit", "many"))
         for fields in DDNET_0_6, DDNET_0_7:
             answer, _ = self.register(fields)
             self.assertEqual(answer, (429, "many"))
             self.assertEqual(self.addresses(), before)
         self.assertEqual((len(self.ddnet.listings), len(self.ddnet.addresses)), (2, 2))
+        self.assertEqual(self.registry.generation, generation)
 
     def test_switched_off(self):
         core = make_core(ddnet__enabled="no")
