@@ -1446,17 +1446,17 @@ DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range
 def read_json_object(raw: bytes) -> Dict[str, Any]:
     """Return the JSON object in these bytes as a dict.
 
-    Raise Malformed if they are not an object in UTF-8, or if a number has so many digits that
-    reading it would take long."""
+    Raise Malformed if they are not an object in UTF-8, or if they have so many digits in a row that
+    reading them as a number would take long."""
     numbers = raw.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > NUMBER_DIGITS:
-        raise Malformed("a number of more than %d digits" % NUMBER_DIGITS)
+        raise Malformed("more than %d digits in a row" % NUMBER_DIGITS)
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Malformed("the body is not a JSON object in UTF-8")
+        raise Malformed("not a JSON object in UTF-8")
     return value
 
 
@@ -3610,9 +3610,8 @@ def restored_server(row, now, wall, readers):
     """Return the Server that a ListedRow describes, marked as unconfirmed.
 
     `now` and `wall` are the same moment by the monotonic and by the wall clock. `readers` has the
-    functions that check and clean those attributes whose contents only a protocol knows, by the
-    attribute's name. Return None if the row has impossible values, and raise Refused if such an
-    attribute has."""
+    functions that check those attributes which belong to one protocol, by the attribute's name.
+    Return None if the row has impossible values, and raise Refused if such an attribute has."""
     fields = restored_fields(row.fields, readers)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
@@ -3974,7 +3973,7 @@ class Core(NamedTuple):
     resolve: Callable[..., None]
     # The games whose servers may be announced by POST /announce, by their ids
     http_announcers: Dict[str, PolledGame]
-    # The games that have HTTP routes of their own for their servers, by their ids
+    # The protocols to which routes hand their requests, by the ids of the games; only DDNet's
     http_games: Dict[str, Any]
     # send(data, (address, port)) sends a datagram at once, from the poller's port
     send: Callable[[bytes, Tuple[str, int]], None]
@@ -8956,22 +8955,23 @@ def luanti_attributes(announcement):
 
 # --- DDNet ---------------------------------------------------------------------------------------
 
-DDNET_06 = "tw-0.6+udp"             # the protocols that players connect by, as addresses begin
-DDNET_07 = "tw-0.7+udp"
+DDNET_06 = "tw-0.6+udp"             # the protocol of Teeworlds 0.6, as an address begins
+DDNET_07 = "tw-0.7+udp"             # that of 0.7
 # The address that a server registers. The host stands for the address that the request comes from
-DDNET_REGISTERED = r"(tw-0\.[67]\+udp)://connecting-address\.invalid:([0-9]{1,5})"
-DDNET_SECRET = "[!-~]{1,128}"       # a UUID has 36 characters; the capture has 46, with a suffix
-DDNET_CONNLESS_TOKEN = "[0-9a-fA-F]{8}"
+DDNET_REGISTERED_PATTERN = r"(tw-0\.[67]\+udp)://connecting-address\.invalid:([0-9]{1,5})"
+# A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
+DDNET_SECRET_PATTERN = "[!-~]{1,128}"
+DDNET_CONNLESS_TOKEN_PATTERN = "[0-9a-fA-F]{8}"
 DDNET_CHALLENGE = b"chal"
 DDNET_06_HEAD = b"\xff" * 10        # begins a packet without a connection
 DDNET_07_HEAD = b"\x21%s" + b"\xff" * 8     # the same in 0.7, with the four bytes of Connless-Token
 DDNET_SECRET_HASH_BYTES = 16
-DDNET_SECRET_HASH = "[0-9a-f]{%d}" % (2 * DDNET_SECRET_HASH_BYTES)
+DDNET_SECRET_HASH_PATTERN = "[0-9a-f]{%d}" % (2 * DDNET_SECRET_HASH_BYTES)
 
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
 # A token is good for this time at least, and for twice the time at most
 DDNET_TOKEN_S = 120
-DDNET_TOKEN_MAC_BYTES = 7           # then a challenge has 79 bytes, which is a tenth of a request
+DDNET_TOKEN_MAC_BYTES = 7           # then a challenge has at most 80 bytes, as the official one
 DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
 
 DDNET_INFO_BYTES = 100 << 10        # the longest info; 64 players with skins need less
@@ -8996,7 +8996,7 @@ class DdnetRequest(NamedTuple):
     source: str
     protocol: str                       # DDNET_06 or DDNET_07
     port: int                           # the UDP port of the game server
-    secret: str                         # the hash of Secret, in hexadecimal digits
+    secret_hash: str                    # of Secret, in hexadecimal digits
     is_delete: bool = False             # true: the other fields are empty
     challenge_secret: str = ""          # the game server expects it in the challenge
     connless_token: str = ""            # eight hexadecimal digits; "" for DDNET_06
@@ -9004,12 +9004,12 @@ class DdnetRequest(NamedTuple):
     serial: int = 0                     # grows with each change of the info
 
 
-def read_ddnet_port(header):
+def read_registered_address(header):
     """Return the protocol and the port that the header field Address registers.
 
     `header(name)` returns the value of a header field, "" if it is missing. Raise Refused if the
     address is malformed."""
-    text = ddnet_header(header, "Address", DDNET_REGISTERED,
+    text = ddnet_header(header, "Address", DDNET_REGISTERED_PATTERN,
                         "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
     protocol, _, endpoint = text.partition("://")
     _, _, digits = endpoint.rpartition(":")
@@ -9019,12 +9019,12 @@ def read_ddnet_port(header):
     return protocol, port
 
 
-def read_ddnet_request(header, source):
-    """Return the DdnetRequest in the header fields of a request from this address.
+def read_ddnet_request(header, source, protocol, port):
+    """Return the DdnetRequest in the header fields of a request from this IP address.
 
-    `header` is as in read_ddnet_port(). Raise Refused if a field is missing or malformed."""
-    protocol, port = read_ddnet_port(header)
-    secret = ddnet_header(header, "Secret", DDNET_SECRET, "1 to 128 characters")
+    `header` is as in read_registered_address(), which has returned the protocol and the port. Raise
+    Refused if a field is missing or malformed."""
+    secret = ddnet_header(header, "Secret", DDNET_SECRET_PATTERN, "1 to 128 characters")
     digest = hashlib.blake2b(secret.encode(), digest_size=DDNET_SECRET_HASH_BYTES)
     request = DdnetRequest(source, protocol, port, digest.hexdigest())
     action = ddnet_header(header, "Action", "(delete)?", "delete, or no such field")
@@ -9033,11 +9033,11 @@ def read_ddnet_request(header, source):
     connless_token = ""
     if protocol == DDNET_07:
         connless_token = ddnet_header(
-            header, "Connless-Token", DDNET_CONNLESS_TOKEN, "eight hexadecimal digits")
+            header, "Connless-Token", DDNET_CONNLESS_TOKEN_PATTERN, "eight hexadecimal digits")
     serial = ddnet_header(header, "Info-Serial", "[0-9]{1,18}", "a whole number")
     return request._replace(
         challenge_secret=ddnet_header(
-            header, "Challenge-Secret", DDNET_SECRET, "1 to 128 characters"),
+            header, "Challenge-Secret", DDNET_SECRET_PATTERN, "1 to 128 characters"),
         connless_token=connless_token,
         token=header("Challenge-Token").strip(),
         serial=int(serial))
@@ -9046,12 +9046,21 @@ def read_ddnet_request(header, source):
 def ddnet_header(header, name, pattern, expected):
     """Return the value of a header field, which has to match a regular expression.
 
-    `header` is as in read_ddnet_port(). Raise Refused, with the words of `expected`, if it does
-    not match."""
+    `header` is as in read_registered_address(). Raise Refused, with the words of `expected`, if it
+    does not match."""
     value = header(name).strip()
     if not re.fullmatch(pattern, value):
         raise Refused("bad packet", "%s: expected %s" % (name, expected))
     return value
+
+
+def ddnet_challenge(request, token):
+    """Return the datagram that challenges the game server of a DdnetRequest with this token."""
+    head = DDNET_06_HEAD
+    if request.protocol == DDNET_07:
+        head = DDNET_07_HEAD % bytes.fromhex(request.connless_token)
+    texts = "%s\0%s\0" % (request.challenge_secret, token)
+    return head + DDNET_CHALLENGE + texts.encode()
 
 
 def ddnet_address(protocol, address, port):
@@ -9074,7 +9083,9 @@ def ddnet_address_order(text):
 
 
 class DdnetField(NamedTuple):
-    """A member that the info must have; DDNet's clients do not show a server without it.
+    """A member that the info, its map or a client must have.
+
+    DDNet's clients do not show a server if one is wrong.
 
     `is_right(value)` says whether a value has the right type; `expected` describes such a value."""
 
@@ -9088,8 +9099,23 @@ def is_text(value):
     return isinstance(value, str)
 
 
+def is_flag(value):
+    """Is this value of JSON true or false?"""
+    return isinstance(value, bool)
+
+
+def is_object(value):
+    """Is this value of JSON an object?"""
+    return isinstance(value, dict)
+
+
+def is_list(value):
+    """Is this value of JSON a list?"""
+    return isinstance(value, list)
+
+
 def is_plain_text(value):
-    """Is this value of JSON a text without control characters?"""
+    """Is this value of JSON a text without the control characters below U+0020?"""
     return isinstance(value, str) and not any(character < " " for character in value)
 
 
@@ -9104,15 +9130,17 @@ def is_count(value):
 
 
 DDNET_PLAIN_TEXT = "a text without control characters"
+DDNET_COUNT = "a whole number from 0 to 2147483647"
+DDNET_NUMBER = "a whole number of 32 bits"
 DDNET_INFO = (
-    DdnetField("max_clients", is_count, "a whole number"),
-    DdnetField("max_players", is_count, "a whole number"),
-    DdnetField("passworded", lambda value: isinstance(value, bool), EXPECTED_FLAG),
+    DdnetField("max_clients", is_count, DDNET_COUNT),
+    DdnetField("max_players", is_count, DDNET_COUNT),
+    DdnetField("passworded", is_flag, EXPECTED_FLAG),
     DdnetField("game_type", is_plain_text, DDNET_PLAIN_TEXT),
     DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
-    DdnetField("map", lambda value: isinstance(value, dict), "an object"),
+    DdnetField("map", is_object, "an object"),
     DdnetField("version", is_plain_text, DDNET_PLAIN_TEXT),
-    DdnetField("clients", lambda value: isinstance(value, list), "a list"),
+    DdnetField("clients", is_list, "a list"),
 )
 DDNET_MAP = (
     DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
@@ -9120,17 +9148,17 @@ DDNET_MAP = (
 DDNET_CLIENT = (
     DdnetField("name", is_text, EXPECTED_TEXT),
     DdnetField("clan", is_text, EXPECTED_TEXT),
-    DdnetField("country", is_whole_number, "a whole number"),
-    DdnetField("score", is_whole_number, "a whole number"),
-    DdnetField("is_player", lambda value: isinstance(value, bool), EXPECTED_FLAG),
+    DdnetField("country", is_whole_number, DDNET_NUMBER),
+    DdnetField("score", is_whole_number, DDNET_NUMBER),
+    DdnetField("is_player", is_flag, EXPECTED_FLAG),
 )
 
 
 def read_ddnet_info(raw):
     """Return the info of a server, which is JSON in UTF-8, as compact JSON text.
 
-    Raise Refused, with the name of the wrong member, if it is not such that clients show it, or if
-    it is too large."""
+    Raise Refused, with the name of the wrong member, if DDNet's clients would not show a server
+    with it, or if it is too large."""
     try:
         info = read_json_object(raw)
     except Malformed as error:
@@ -9201,7 +9229,7 @@ def read_ddnet_registration(values):
         is_right = (
             0 < len(endpoints) <= DDNET_ADDRESSES
             and type(values["serial"]) is int
-            and re.fullmatch(DDNET_SECRET_HASH, values["secret"]))
+            and re.fullmatch(DDNET_SECRET_HASH_PATTERN, values["secret"]))
     except (AttributeError, KeyError, TypeError, ValueError):
         is_right = False
     if not is_right:
@@ -9240,7 +9268,7 @@ class DdnetAddress:
     heard_at        the time of the last registration
     replaced_secret the hash of the Secret of the server whose place it has taken, or ""
     fingerprint     of the registration that only repeats the last one; see Registry.by_fingerprint
-    proven_until    the time until which such a repetition needs no look at its token"""
+    proven_until    until then the token of that registration is certainly valid"""
 
     __slots__ = ("server", "source", "heard_at", "replaced_secret", "fingerprint", "proven_until")
 
@@ -9255,7 +9283,10 @@ class DdnetAddress:
 
 
 class DdnetListing(NamedTuple):
-    """What Ddnet keeps in its tables for one listed server."""
+    """What the tables of Ddnet have of one listed server.
+
+    It is kept because an event brings only the new values, and the old ones have to be taken out of
+    the tables."""
 
     secret: str = ""
     addresses: Sequence[str] = ()
@@ -9361,16 +9392,17 @@ class Ddnet(TcpProtocol):
     # Registrations
 
     def register(self, request, body, now):
-        """Handle a DdnetRequest that registers an address. Return one of the DDNET_ states.
+        """Handle a DdnetRequest that registers an address. Return DDNET_SUCCESS,
+        DDNET_NEED_CHALLENGE or DDNET_NEED_INFO.
 
         `body` is the info, or b"" if it has not changed. Raise Refused if the server may not be
         listed, or if the info is malformed or too large."""
-        server = self.by_secret.get(request.secret)
+        server = self.by_secret.get(request.secret_hash)
         self.check_request(request, server)
         if not self.is_proven(request, now):
             self.send_challenge(request, now)
             return DDNET_NEED_CHALLENGE
-        if body:
+        if body:                        # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(body)
             try:
                 self.check_info_bytes(request, server, info)
@@ -9444,7 +9476,7 @@ class Ddnet(TcpProtocol):
         So a game server that is started again can take the place of its former life, and nobody can
         take it back with a token from before."""
         source_address = ddnet_address(request.protocol, request.source, request.port)
-        return " ".join((source_address, request.secret, former_secret)).encode()
+        return " ".join((source_address, request.secret_hash, former_secret)).encode()
 
     def former_secrets(self, request):
         """Return the former Secrets, hashed, with which a token for this request may be made.
@@ -9460,10 +9492,10 @@ class Ddnet(TcpProtocol):
         return secrets
 
     def former_server(self, request):
-        """Return the listed server that has the same IP address and port, but another Secret, or
-        None."""
+        """Return the server that is listed at the same IP address and port, but with another
+        Secret, or None. It is probably the same game server before a restart."""
         for listed in self.listed_at_port(request):
-            if listed.server.ddnet_registration["secret"] != request.secret:
+            if listed.server.ddnet_registration["secret"] != request.secret_hash:
                 return listed.server
         return None
 
@@ -9471,23 +9503,23 @@ class Ddnet(TcpProtocol):
         """Return the DdnetAddresses at the IP address and port of this request, for 0.6 and 0.7.
 
         One game server uses a port, by both protocols."""
-        address = self.rules.listed_address(request.source)
-        found = []
-        for protocol in DDNET_06, DDNET_07:
-            text = ddnet_address(protocol, address, request.port)
+        at_port = []
+        for text in self.addresses_at_port(request):
             if text in self.addresses:
-                found.append(self.addresses[text])
-        return found
+                at_port.append(self.addresses[text])
+        return at_port
+
+    def addresses_at_port(self, request):
+        """Return the addresses that 0.6 and 0.7 have at the IP address and port of this request."""
+        address = self.rules.listed_address(request.source)
+        return [ddnet_address(protocol, address, request.port)
+                for protocol in (DDNET_06, DDNET_07)]
 
     def send_challenge(self, request, now):
         """Send the challenge with a token to the game server's port, and record it for /check."""
-        head = DDNET_06_HEAD
-        if request.protocol == DDNET_07:
-            head = DDNET_07_HEAD % bytes.fromhex(request.connless_token)
         former_secret, *_ = self.former_secrets(request)
         token = self.cookie.make(self.token_message(request, former_secret), now).hex()
-        texts = "%s\0%s\0" % (request.challenge_secret, token)
-        self.core.send(head + DDNET_CHALLENGE + texts.encode(), (request.source, request.port))
+        self.core.send(ddnet_challenge(request, token), (request.source, request.port))
         self.record_outcome(request, "challenged", now, str(request.port))
 
     def check_info_bytes(self, request, server, info):
@@ -9516,7 +9548,7 @@ class Ddnet(TcpProtocol):
         registration = {
             "info": info,
             "serial": serial,
-            "secret": request.secret,
+            "secret": request.secret_hash,
             "addresses": sorted(addresses, key=ddnet_address_order),
         }
         replaced_secret = self.end_former_server(request)
@@ -9531,23 +9563,22 @@ class Ddnet(TcpProtocol):
         """Take a proven IP address and port from the listed server with another Secret, if one has
         them. Return its Secret, hashed, or "".
 
-        The game server was started again: its former life has no port any more."""
+        The game server was started again: its former life has no port any more, even if the new one
+        is refused."""
         former = self.former_server(request)
         if former is None:
             return ""
         former_secret = former.ddnet_registration["secret"]
-        address = self.rules.listed_address(request.source)
-        texts = [ddnet_address(protocol, address, request.port)
-                 for protocol in (DDNET_06, DDNET_07)]
-        self.drop_addresses(former, texts)
+        self.drop_addresses(former, self.addresses_at_port(request))
         return former_secret
 
     def list_registration(self, server, registration, source, now):
         """List a server with this registration, or refresh it.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
-        another one now, it moves there. `source` is the address that the registration comes from.
-        Raise Refused if the rules or a limit forbid it."""
+        another one now, it moves there: the list loses it and gets a new one, whose history begins
+        again. `source` is the address that the registration comes from. Raise Refused if the rules
+        or a limit forbid it."""
         first_address, *_ = registration["addresses"]
         key = self.game, *ddnet_endpoint(first_address)
         if first_address in self.addresses:
@@ -9562,9 +9593,9 @@ class Ddnet(TcpProtocol):
                     kept[text] = self.addresses[text]
             self.registry.remove_own(server)
         listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
-        for text, address in kept.items():
-            address.server = listed
-            self.addresses[text] = address
+        for text, listed_address in kept.items():
+            listed_address.server = listed
+            self.addresses[text] = listed_address
 
     def check_move(self, key, source, name):
         """Raise Refused if a listed server may not be listed under another key.
@@ -9584,7 +9615,7 @@ class Ddnet(TcpProtocol):
         listed = self.addresses.get(text)
         if listed is None:
             return
-        if listed.server.ddnet_registration["secret"] != request.secret:
+        if listed.server.ddnet_registration["secret"] != request.secret_hash:
             raise Refused("owner", "Secret: %s is listed with another one" % text)
         self.drop_addresses(listed.server, [text])
         self.record_outcome(request, "stopped", now)
@@ -9609,9 +9640,9 @@ class Ddnet(TcpProtocol):
     def tick(self, now):
         """Remove the addresses that have been silent for too long."""
         silent = []
-        for text, address in self.addresses.items():
-            if address.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
-                    address.source, address.heard_at, DDNET_LIFETIME_S, now):
+        for text, listed in self.addresses.items():
+            if listed.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
+                    listed.source, listed.heard_at, DDNET_LIFETIME_S, now):
                 silent.append(text)
         for text in silent:
             # The server may have left with an address that was removed before
@@ -9636,15 +9667,15 @@ class Ddnet(TcpProtocol):
         self.registry.add_fingerprint(server, fingerprint)
 
     def refresh_repeated(self, fingerprint, now):
-        """Refresh the address whose registration has this fingerprint. Return False if there is
-        none, and the registration has to be read."""
+        """Refresh the address whose registration has this fingerprint. Return whether there was
+        one. If not, the caller has to read the registration."""
         server = self.registry.by_fingerprint.get(fingerprint)
-        if server is None:
+        if server is None or server.game != self.game:
             return False
-        for text in server.ddnet_registration.get("addresses", ()):
-            address = self.addresses[text]
-            if address.fingerprint == fingerprint and now < address.proven_until:
-                address.heard_at = server.last_seen = now
+        for text in server.ddnet_registration["addresses"]:
+            listed = self.addresses[text]
+            if listed.fingerprint == fingerprint and now < listed.proven_until:
+                listed.heard_at = server.last_seen = now
                 return True
         return False
 
@@ -9659,7 +9690,22 @@ def ddnet_large_bytes(info):
     return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
 
 
-# The functions that check and clean stored attributes of Server, by the attribute's name
+def ddnet_player_names(registration):
+    """Return the names of the players and spectators on a server, with clans in parentheses.
+
+    `registration` is as in read_ddnet_registration()."""
+    names = []
+    for client in json.loads(registration["info"])["clients"]:
+        name = clean(client["name"])
+        clan = clean(client["clan"])
+        names.append("%s (%s)" % (name, clan) if clan else name)
+    return names
+
+
+# --- Stored attributes ---------------------------------------------------------------------------
+
+# The functions that check those attributes of Server which belong to one protocol, by the
+# attribute's name
 STORED_READERS = {
     "luanti_announcement": luanti_fields,
     "ddnet_registration": read_ddnet_registration,
@@ -11334,17 +11380,11 @@ def server_facts(server):
 
 
 def player_names(server):
-    """Return the names of those who are on a Luanti or DDNet server, with clans in parentheses.
-
-    For other games the list is empty. Those who only watch are among them."""
-    if not server.ddnet_registration:
-        return server.luanti_announcement.get("clients_list", [])
-    names = []
-    for client in json.loads(server.ddnet_registration["info"])["clients"]:
-        name = clean(client["name"])
-        clan = clean(client["clan"])
-        names.append("%s (%s)" % (name, clan) if clan else name)
-    return names
+    """Return the names of those who are on a Luanti or DDNet server. For other games the list is
+    empty."""
+    if server.ddnet_registration:
+        return ddnet_player_names(server.ddnet_registration)
+    return server.luanti_announcement.get("clients_list", [])
 
 
 def players_text(server):
@@ -11813,7 +11853,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     """One request and its response, in bytes instead of a socket.
 
     now, address   the time of the request, and the client's address
-    peer           the address at the other end of the connection; a proxy's differs from `address`
+    peer_address   that of the other end of the connection; if it is a proxy, not `address`
     page, query    the path without its query, and the values of the query by name
     route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
@@ -12040,7 +12080,7 @@ class HttpSession(Session):
         request = self.request
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.peer = self.address
+        request.peer_address = self.address
         request.address = self.web.client_address(
             self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
@@ -12240,23 +12280,23 @@ class Web(TcpProtocol):
         self.cache_bytes += size
         cache[request_head] = cached
 
-    def refresh_repeated(self, data, peer, now):
+    def refresh_repeated(self, data, peer_address, now):
         """Refresh the DDNet server that has sent the same request before. Return False if none has.
 
-        `peer` is the other end of the connection. The request is not parsed: with 20,000 servers
-        that would take most of the time."""
+        `peer_address` is that of the other end of the connection. The request is not parsed: with
+        20,000 servers that would take most of the time."""
         ddnet = self.core.http_games.get("ddnet")
-        return ddnet is not None and ddnet.refresh_repeated(hash((data, peer)), now)
+        return ddnet is not None and ddnet.refresh_repeated(hash((data, peer_address)), now)
 
     def repetition_response(self, extra_fields):
         """Return the bytes of the response to a request that refresh_repeated() has recognized.
 
         `extra_fields` are the further header fields of the connection."""
         self.request_counts[DDNET_REGISTER, 200] += 1
-        key = tuple(extra_fields)
+        key = tuple(extra_fields.items())
         data = self.repetition_responses.get(key)
         if data is None:
-            request = HttpRequest(DDNET_REQUEST_START)
+            request = HttpRequest(DDNET_REQUEST_START)      # encode() needs no more of it
             request.close_connection = False
             data = request.encode(ddnet_response(DDNET_SUCCESS), extra_fields)
             self.repetition_responses[key] = data
@@ -13257,25 +13297,25 @@ def post_ddnet_register(web, request):
         raise HttpError(404, "DDNet servers are not listed here.")
     port = 0
     try:
-        _, port = read_ddnet_port(request.header)
-        registration = read_ddnet_request(request.header, request.address)
-        if registration.is_delete:
-            ddnet.delete(registration, request.now)
+        protocol, port = read_registered_address(request.header)
+        ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
+        if ddnet_request.is_delete:
+            ddnet.delete(ddnet_request, request.now)
             return ddnet_response(DDNET_SUCCESS)
-        status = ddnet.register(registration, request.body, request.now)
+        state = ddnet.register(ddnet_request, request.body, request.now)
     except Refused as refused:
         web.registry.record_outcome(request.address, "ddnet", port, refused.outcome, request.now,
                                     str(refused))
         raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
     may_be_repeated = not request.body and not request.close_connection
-    if status == DDNET_SUCCESS and may_be_repeated:
-        ddnet.remember_repetition(registration, hash((request.head, request.peer)))
-    return ddnet_response(status)
+    if state == DDNET_SUCCESS and may_be_repeated:
+        ddnet.remember_repetition(ddnet_request, hash((request.head, request.peer_address)))
+    return ddnet_response(state)
 
 
-def ddnet_response(status):
-    """Return the response to a registration. `status` is one of the DDNET_ states."""
-    return HttpResponse(to_json({"status": status}), JSON_TYPE)
+def ddnet_response(state):
+    """Return the response to a registration. `state` is a result of Ddnet.register()."""
+    return HttpResponse(to_json({"status": state}), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -16662,7 +16702,7 @@ def read_json_entries(entries, json_list, read_entry):
 def list_ddnet(host, port, tls=False):
     """Return the servers that a DDNet master lists, by HTTPS if `tls` is true.
 
-    Each has the first of its addresses, which this master lists by IPv4 if there is one."""
+    Each has the first address of its entry."""
     entries = list(fetch_json_list(host, port, DDNET_LIST, tls))
     return read_json_entries(entries, DDNET_LIST, ddnet_list_entry)
 
@@ -16803,7 +16843,6 @@ def ddnet_list_entry(entry, json_list):
     info = entry["info"]
     first_address, *_ = entry["addresses"]
     address, port = ddnet_endpoint(first_address)
-    players = [client for client in info[json_list.players] if client["is_player"]]
     return {
         "address": address,
         "name": clean(str(info["name"])),
@@ -16811,7 +16850,7 @@ def ddnet_list_entry(entry, json_list):
         "map": clean(str(info["map"]["name"])),
         "version": clean(str(info["version"])),
         "port": port,
-        "players": len(players),
+        "players": count_ddnet_players(info),
         "max_players": int(info[json_list.max_players]),
     }
 
