@@ -1619,11 +1619,11 @@ COUNTRY_FILE_BYTES = 200 << 20                  # the largest file; one with all
 MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
 MMDB_TYPE_OFFSET = 7
-# The five bits of a size have these values if one, two or three bytes with the rest of the size
-# follow. What stands there is added to the number here
-MMDB_LONG_SIZES = {29: 29, 30: 285, 31: 65821}
-# The same for pointers, by the two bits of their size
-MMDB_POINTER_STARTS = 0, 2048, 526336, 0
+# If the five bits of a size have one of these values, the size stands in the following bytes. Here
+# are how many they are, and what has to be added to them
+MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
+# What has to be added to the target of a pointer, by the number of its bytes
+MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
 MMDB_VALUES_READ = 10_000                       # of one address; a city has some 100
 COUNTRIES_CACHED = 4096                         # places in the data; the world has 250 countries
 COUNTRY_FILE_BUILT_MAX = 1 << 32                # the year 2106; Python has no date for 1 << 62
@@ -1673,8 +1673,8 @@ class MmdbSection:
             kind = self.number_at(position, 1) + MMDB_TYPE_OFFSET
             position += 1
         if size in MMDB_LONG_SIZES:
-            size_bytes = size - 28
-            size = MMDB_LONG_SIZES[size] + self.number_at(position, size_bytes)
+            size_bytes, smallest = MMDB_LONG_SIZES[size]
+            size = smallest + self.number_at(position, size_bytes)
             position += size_bytes
         has_members = kind in (MMDB_MAP, MMDB_ARRAY)
         # The size of a flag is its value
@@ -1689,7 +1689,7 @@ class MmdbSection:
         if size_bytes < 4:
             # The last three bits of the control byte belong to the address
             target += (size & 7) << 8 * size_bytes
-        target += MMDB_POINTER_STARTS[size_bytes - 1]
+        target += MMDB_POINTER_STARTS[size_bytes]
         return MmdbValue(MMDB_POINTER, target, position, position + size_bytes)
 
     def follow(self, value):
@@ -2450,7 +2450,8 @@ class Registry:
         # recognizes such a packet, and it need not be parsed. A server's fingerprints are forgotten
         # when anything about the server changes
         self.by_fingerprint = {}
-        # The keys of servers whose countries are to be looked up, and how many may be this second
+        # The keys of servers whose countries are to be looked up, and how many may be this second.
+        # If there are too many, the oldest are dropped, and those servers keep their countries
         self.countries_due = collections.deque(maxlen=ALTERED_SERVERS)
         self.country_lookups_left = COUNTRY_LOOKUPS
         self.outcomes = PacketOutcomes()
@@ -2732,6 +2733,7 @@ class Registry:
             else:
                 endpoint = server.address, server.port
                 official, priority = self.rules.operator_marks(endpoint)
+                # What the ini says holds at once. What the file says follows in the next seconds
                 country = self.rules.country_by_hand(*endpoint) or server.country
                 self.update(
                     server, {"official": official, "priority": priority, "country": country})
@@ -8954,6 +8956,9 @@ def luanti_attributes(announcement):
 
 
 # --- DDNet ---------------------------------------------------------------------------------------
+#
+# Game servers register by HTTP and prove their UDP port. First come the parts of a registration:
+# its header fields, the challenge, addresses, the info. The class Ddnet lists the servers.
 
 DDNET_06 = "tw-0.6+udp"             # the protocol of Teeworlds 0.6, as an address begins
 DDNET_07 = "tw-0.7+udp"             # that of 0.7
@@ -8961,6 +8966,7 @@ DDNET_07 = "tw-0.7+udp"             # that of 0.7
 DDNET_REGISTERED_PATTERN = r"(tw-0\.[67]\+udp)://connecting-address\.invalid:([0-9]{1,5})"
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
 DDNET_SECRET_PATTERN = "[!-~]{1,128}"
+DDNET_SECRET_TEXT = "1 to 128 ASCII characters without blanks"
 DDNET_CONNLESS_TOKEN_PATTERN = "[0-9a-fA-F]{8}"
 DDNET_CHALLENGE = b"chal"
 DDNET_06_HEAD = b"\xff" * 10        # begins a packet without a connection
@@ -9024,7 +9030,7 @@ def read_ddnet_request(header, source, protocol, port):
 
     `header` is as in read_registered_address(), which has returned the protocol and the port. Raise
     Refused if a field is missing or malformed."""
-    secret = ddnet_header(header, "Secret", DDNET_SECRET_PATTERN, "1 to 128 characters")
+    secret = ddnet_header(header, "Secret", DDNET_SECRET_PATTERN, DDNET_SECRET_TEXT)
     digest = hashlib.blake2b(secret.encode(), digest_size=DDNET_SECRET_HASH_BYTES)
     request = DdnetRequest(source, protocol, port, digest.hexdigest())
     action = ddnet_header(header, "Action", "(delete)?", "delete, or no such field")
@@ -9037,7 +9043,7 @@ def read_ddnet_request(header, source, protocol, port):
     serial = ddnet_header(header, "Info-Serial", "[0-9]{1,18}", "a whole number")
     return request._replace(
         challenge_secret=ddnet_header(
-            header, "Challenge-Secret", DDNET_SECRET_PATTERN, "1 to 128 characters"),
+            header, "Challenge-Secret", DDNET_SECRET_PATTERN, DDNET_SECRET_TEXT),
         connless_token=connless_token,
         token=header("Challenge-Token").strip(),
         serial=int(serial))
@@ -9158,7 +9164,7 @@ def read_ddnet_info(raw):
     """Return the info of a server, which is JSON in UTF-8, as compact JSON text.
 
     Raise Refused, with the name of the wrong member, if DDNet's clients would not show a server
-    with it, or if it is too large."""
+    with it; or if it is too large, too deep, or has a value that JSON does not have."""
     try:
         info = read_json_object(raw)
     except Malformed as error:
@@ -9535,8 +9541,9 @@ class Ddnet(TcpProtocol):
             limits += source_limits(request.source, DDNET_SOURCE_LARGE_BYTES)
         for key, limit in limits:
             if self.large_bytes.get(key, 0) + more > limit:
-                raise Refused("limit", "the infos of all servers are too large together; one of "
-                              "at most %d bytes is always accepted" % DDNET_USUAL_BYTES)
+                servers = "the servers of one address or network" if key else "all servers"
+                raise Refused("limit", "the infos of %s are too large together; one of at most %d "
+                              "bytes is always accepted" % (servers, DDNET_USUAL_BYTES))
 
     def list_address(self, request, server, info, serial, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
@@ -10642,7 +10649,7 @@ function patchParts(page) {
 
 // The boxes have just been patched with the counts. They show the view's choice, and not that of
 // the page, which was fetched with all countries.
-function patchCountries(page) {
+function showCountryChoice(page) {
   const choice = document.querySelector('#countries');
   const fresh = page.querySelector('#countries');
   if (!choice || !fresh) return;    // an operator's own template may have none
@@ -10650,7 +10657,7 @@ function patchCountries(page) {
   checkCountries();
 }
 
-function checkCountries() {
+function checkCountries() {         // the text is as in country_summary() of the master
   for (const box of document.querySelectorAll('#countries input'))
     box.checked = view.country.includes(box.value);
   const summary = document.querySelector('#countries summary'), count = view.country.length;
@@ -10673,7 +10680,7 @@ function takePage(url, text) {
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
-  patchCountries(page);
+  showCountryChoice(page);
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
 }
@@ -12477,8 +12484,8 @@ def query_filter(web, request, default_game=""):
 def query_countries(request):
     """Return the codes of countries in the query of a request, sorted.
 
-    They stand in `country`, as in country=de,nl or, from a form without the script, in several
-    values of this name. Raise HttpError if one is not two letters."""
+    They stand in `country`, as in country=de,nl. A form without the script sends several values of
+    this name, which read_path() has joined by commas. Raise HttpError if one is not two letters."""
     codes = set()
     for code in request.query.get("country", "").lower().split(","):
         if not code.strip():
@@ -12782,7 +12789,7 @@ def ddnet_location(country):
 def get_ddnet_servers(web, request):
     """Return the response with DDNet's list, in the format that the game reads.
 
-    Its clients want to know from the header how old it is."""
+    Its clients read in Last-Modified how old the list is."""
     def render(servers, wall):
         registered = []
         for server in web.registry.for_clients(servers):
@@ -17881,13 +17888,13 @@ class MasterServer:
 
         If `result` is an exception, log it, and keep the old file."""
         if isinstance(result, Exception):
-            report(self.health, "countries", "the old ones stay in force: %s" % result)
+            report(self.health, "countries", "the old file stays in use: %s" % result)
             return
         self.health.pop("countries", None)
         self.rules.country_file = result
         self.registry.look_up_countries_again()
         if result is not None:
-            log.info("countries read again: %s", country_file_text(result))
+            log.info("file with countries read: %s", country_file_text(result))
 
     def apply_settings(self, now):
         """Let changed settings take effect in the registry, the protocols and the log. Close the

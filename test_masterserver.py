@@ -9674,9 +9674,9 @@ class CountryFileOfTheProgram(unittest.TestCase):
             server.tick(now + 1.0)
 
         for raw, country, words in (
-                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read again"),
-                (b"nonsense", "nl", "the old ones stay in force: .* is not an MMDB file"),
-                (simple_country_file({"203.0.113.0/25": "PL"}), "pl", "countries read again")):
+                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "file with countries read"),
+                (b"nonsense", "nl", "the old file stays in use: .* is not an MMDB file"),
+                (simple_country_file({"203.0.113.0/25": "PL"}), "pl", "file with countries read")):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
                 run()
