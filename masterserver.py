@@ -1657,20 +1657,26 @@ class MmdbSection:
         start = self.begin + position
         return self.data[start:start + size]
 
+    def byte_at(self, position):
+        """Return one byte of the section, as a number."""
+        if not 0 <= position < self.size:
+            raise Malformed("a value beyond the end of the file")
+        return self.data[self.begin + position]
+
     def number_at(self, position, size):
         """Return a number of `size` bytes."""
         return int.from_bytes(self.bytes_at(position, size), "big")
 
     def value_at(self, position):
         """Return the MmdbValue at this position, which may be a pointer."""
-        control = self.number_at(position, 1)
+        control = self.byte_at(position)
         position += 1
         kind = control >> 5
         size = control & 31
         if kind == MMDB_POINTER:
             return self.pointer_at(position, size)
         if kind == 0:
-            kind = self.number_at(position, 1) + MMDB_TYPE_OFFSET
+            kind = self.byte_at(position) + MMDB_TYPE_OFFSET
             position += 1
         if size in MMDB_LONG_SIZES:
             size_bytes, smallest = MMDB_LONG_SIZES[size]
