@@ -9530,8 +9530,11 @@ class Ddnet(TcpProtocol):
     def send_challenge(self, request, now):
         """Send the challenge with a token to the game server's port, and record it for /check."""
         former_secret, *_ = self.former_secrets(request)
-        token = self.cookie.make(self.token_message(request, former_secret), now).hex()
-        self.core.send(ddnet_challenge(request, token), (request.source, request.port))
+        message = self.token_message(request, former_secret)
+        token = self.cookie.make(message, now)
+        challenge = ddnet_challenge(request, token.hex())
+        game_server = request.source, request.port
+        self.core.send(challenge, game_server)
         self.record_outcome(request, "challenged", now, str(request.port))
 
     def check_info_bytes(self, request, server, info):
