@@ -1611,6 +1611,7 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
 MMDB_MARKER_WITHIN = 128 << 10                  # bytes at the end of the file
 MMDB_FORMAT = 2                                 # the version of the format
+GZIP_START = b"\x1f\x8b"                        # such files are usually offered compressed
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
 MMDB_RECORD_BITS = 24, 28, 32                   # a node of the tree has two such numbers
 COUNTRY_FILE_BYTES = 200 << 20                  # the largest file; one with all cities has 60 MB
@@ -1767,6 +1768,8 @@ class CountryFile:
         """Read the description of the file, whose bytes are `data`. Raise Malformed if this is no
         MMDB file, or if it is broken."""
         self.data = data
+        if data.startswith(GZIP_START):
+            raise Malformed("it is compressed; unpack it, as with gunzip or tar")
         description_start = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
         if description_start < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")

@@ -9321,6 +9321,7 @@ class CountryFileTest(unittest.TestCase):
         right = simple_country_file(self.NETWORKS)
         for raw, words in (
                 (b"", "not an MMDB file"), (b"x" * 1000, "not an MMDB file"),
+                (gzip.compress(right), "it is compressed"),
                 (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end|no number"),
                 (right + bytes(200_000), "not an MMDB file"),
                 (simple_country_file({}, binary_format_major_version=3), "not version 2"),
