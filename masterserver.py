@@ -1625,7 +1625,8 @@ MMDB_TYPE_OFFSET = 7
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-MMDB_VALUES_READ = 10_000                       # of one address; a city has some 100
+MMDB_VALUES_READ = 10_000                       # in one look-up; a city has some 100
+MMDB_TEXT_BYTES = 255                           # no name of a member that is needed is longer
 COUNTRIES_CACHED = 4096                         # places in the data; the world has 250 countries
 COUNTRY_FILE_BUILT_MAX = 1 << 32                # the year 2106; Python has no date for 1 << 62
 COUNTRY_CODE = re.compile(rb"[A-Z]{2}")
@@ -1650,6 +1651,9 @@ class MmdbSection:
         self.data = data
         self.begin = begin
         self.size = end - begin
+        # How many values may still be read. Without a limit, a hostile file could keep a look-up
+        # busy for minutes
+        self.values_left = MMDB_VALUES_READ
 
     def bytes_at(self, position, size):
         """Return bytes of the section."""
@@ -1670,6 +1674,9 @@ class MmdbSection:
 
     def value_at(self, position):
         """Return the MmdbValue at this position, which may be a pointer."""
+        self.values_left -= 1
+        if self.values_left < 0:
+            raise Malformed("too many values")
         control = self.byte_at(position)
         position += 1
         kind = control >> 5
@@ -1711,14 +1718,12 @@ class MmdbSection:
     def skip(self, value):
         """Return the position after a value and all that it contains."""
         position = value.end
-        values_left = self.contained_values(value)
-        for _ in range(MMDB_VALUES_READ):
-            if values_left == 0:
-                return position
+        values_to_skip = self.contained_values(value)
+        while values_to_skip > 0:
             inner = self.value_at(position)
             position = inner.end
-            values_left += self.contained_values(inner) - 1
-        raise Malformed("too many values")
+            values_to_skip += self.contained_values(inner) - 1
+        return position
 
     @staticmethod
     def contained_values(value):
@@ -1735,7 +1740,7 @@ class MmdbSection:
         if mapping.type != MMDB_MAP:
             raise Malformed("no map where one has to be")
         position = mapping.start
-        for _ in range(min(mapping.size, MMDB_VALUES_READ)):
+        for _ in range(mapping.size):
             key = self.value_at(position)
             value = self.value_at(key.end)
             if self.text(key) == name:
@@ -1746,8 +1751,8 @@ class MmdbSection:
     def text(self, value):
         """Return the bytes of a text, given its MmdbValue or a pointer to it."""
         value = self.follow(value)
-        if value.type != MMDB_TEXT:
-            raise Malformed("no text where one has to be")
+        if value.type != MMDB_TEXT or value.size > MMDB_TEXT_BYTES:
+            raise Malformed("no text where one has to be, or a long one")
         return self.bytes_at(value.start, value.size)
 
     def member_number(self, mapping, name):
@@ -1859,6 +1864,7 @@ class CountryFile:
     def read_code(self, position):
         """Return the country in the record at this position of the data, or ""."""
         values = self.values
+        values.values_left = MMDB_VALUES_READ
         country = values.member(values.value_at(position), b"country")
         code = values.member(country, b"iso_code") if country else None
         if code is None:
@@ -15335,7 +15341,7 @@ class News:
 def file_stamps(settings):
     """Return the state of the ini and of the files that it names and that are read again.
 
-    It is a list of (path, modification time, size), without files that do not exist. If it differs
+    It is a list with the file_stamp() of each, without files that do not exist. If it differs
     from an earlier one, a file has changed."""
     stamps = []
     names = (*TEXT_FILES, *TLS_FILES, COUNTRY_FILE)
@@ -15345,10 +15351,12 @@ def file_stamps(settings):
 
 
 def file_stamp(path):
-    """Return [(path, modification time, size)] for a file, or [] if it does not exist."""
+    """Return [(path, modification time, change time, size)] for a file, or [] if it does not exist.
+
+    The change time shows that the rights to read it have changed."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
-        return [(path, status.st_mtime_ns, status.st_size)]
+        return [(path, status.st_mtime_ns, status.st_ctime_ns, status.st_size)]
     return []
 
 
@@ -17901,6 +17909,7 @@ class MasterServer:
         If `result` is an exception, log it, and keep the old file."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
+            self.country_stamp = None           # the next reload tries again
             return
         self.health.pop("countries", None)
         self.rules.country_file = result

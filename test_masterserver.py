@@ -9346,6 +9346,12 @@ class CountryFileTest(unittest.TestCase):
                 (mmdb_head(7, 16_000_000) + mmdb_value("x"), "beyond the end"),
                 (mmdb_head(7, 2) + mmdb_value("x") + mmdb_head(2, 16_000_000), "beyond the end"),
                 (nested, "too many values"), (mmdb_value("DE"), "no map"),
+                # Each of a thousand members has as many values as one look-up may read
+                (mmdb_head(7, 1000) + (mmdb_value("x") + mmdb_value([1] * 9990)) * 1000,
+                 "too many values"),
+                # Each name is a pointer to megabytes
+                (mmdb_head(7, 9000) + (mmdb_pointer(30_000, 2) + b"\xa0") * 9000 + bytes(3000)
+                 + mmdb_value("x" * 10_000_000), "."),
                 (mmdb_value({"country": "DE"}), "no map"),
                 (mmdb_value({"country": {"iso_code": 5}}), "no text"),
                 (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), "no text"), (b"\xff\xff", ".")):
@@ -9618,14 +9624,14 @@ class CountryFileOfTheProgram(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "countries.mmdb")
         self.ini = os.path.join(folder.name, "masterserver.ini")
+        with open(self.ini, "w", encoding="utf-8") as file:
+            file.write("[server]\ndatabase =\n[http]\ncountries = countries.mmdb\n")
 
     def write(self, raw):
         with open(self.path, "wb") as file:
             file.write(raw)
 
     def load(self):
-        with open(self.ini, "w", encoding="utf-8") as file:
-            file.write("[server]\ndatabase =\n[http]\ncountries = countries.mmdb\n")
         return ms.Settings.load(self.ini)
 
     def test_at_the_start(self):
@@ -9691,6 +9697,16 @@ class CountryFileOfTheProgram(unittest.TestCase):
         with self.assertLogs("masterserver"):
             run()
         self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
+        # What could not be read is tried again at a reload, though the file is the same
+        self.write(simple_country_file({"203.0.113.0/24": "FR"}))
+        with mock.patch.object(ms, "check_is_file", side_effect=OSError("not allowed")):
+            with self.assertLogs("masterserver"):
+                run()
+        self.assertEqual(listed.country, "pl")
+        with self.assertLogs("masterserver"):
+            server.reload(now)
+            run()
+        self.assertEqual((listed.country, "countries" in server.health), ("fr", False))
 
 
 # --- Banners and previews ------------------------------------------------------------------------
