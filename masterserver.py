@@ -1625,7 +1625,7 @@ MMDB_TYPE_OFFSET = 7
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-MMDB_VALUES_READ = 10_000                       # in one look-up; a city has some 100
+MMDB_VALUES_READ = 1000                         # in one look-up; a city has some 100
 MMDB_TEXT_BYTES = 255                           # no name of a member that is needed is longer
 COUNTRIES_CACHED = 4096                         # places in the data; the world has 250 countries
 COUNTRY_FILE_BUILT_MAX = 1 << 32                # the year 2106; Python has no date for 1 << 62
@@ -1651,8 +1651,8 @@ class MmdbSection:
         self.data = data
         self.begin = begin
         self.size = end - begin
-        # How many values may still be read. Without a limit, a hostile file could keep a look-up
-        # busy for minutes
+        # How many values may still be read. Without a limit, a hostile file could keep the event
+        # loop busy for minutes
         self.values_left = MMDB_VALUES_READ
 
     def bytes_at(self, position, size):
@@ -9352,10 +9352,11 @@ class Ddnet(TcpProtocol):
         self.registry = core.registry
         self.rules = core.registry.rules
         self.cookie = Cookie(os.urandom(16), DDNET_TOKEN_MAC_BYTES, DDNET_TOKEN_S)
-        # This master's listed servers: the tables below, by the server's key
+        # Of this master's listed servers: the DdnetListing by the server's key, the Server by the
+        # hash of its Secret, and the DdnetAddress by the address
         self.listings = {}
         self.by_secret = {}
-        self.addresses = {}             # the DdnetAddress of each address
+        self.addresses = {}
         # The bytes of the infos beyond DDNET_USUAL_BYTES, by source_keys(); the key "" is for all
         self.large_bytes = collections.defaultdict(int)
         self.registry.subscribe(self.on_registry_event, self.game)
@@ -9550,13 +9551,15 @@ class Ddnet(TcpProtocol):
         """Raise Refused if the infos of this source, or all of them, have too many bytes with this
         one. `server` is the listed server that has it, or None."""
         more = ddnet_large_bytes(info)
+        source = request.source
         if server is not None:
             more -= self.listings[server.key].large_bytes
+            source = server.source      # that of its first address, for which it counts
         if more <= 0:
             return
         limits = [("", DDNET_LARGE_BYTES)]
-        if not self.rules.exempts(request.source):
-            limits += source_limits(request.source, DDNET_SOURCE_LARGE_BYTES)
+        if not self.rules.exempts(source):
+            limits += source_limits(source, DDNET_SOURCE_LARGE_BYTES)
         for key, limit in limits:
             if self.large_bytes.get(key, 0) + more > limit:
                 servers = "the servers of one address or network" if key else "all servers"
@@ -12505,12 +12508,13 @@ def query_countries(request):
     They stand in `country`, as in country=de,nl. A form without the script sends several values of
     this name, which read_path() has joined by commas. Raise HttpError if one is not two letters."""
     codes = set()
-    for code in request.query.get("country", "").lower().split(","):
-        if not code.strip():
+    for text in request.query.get("country", "").lower().split(","):
+        code = text.strip()
+        if not code:
             continue
-        if not re.fullmatch("[a-z]{2}", code.strip()):
+        if not re.fullmatch("[a-z]{2}", code):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
-        codes.add(code.strip())
+        codes.add(code)
     return tuple(sorted(codes))
 
 
