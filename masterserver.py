@@ -1656,8 +1656,8 @@ class MmdbSection:
         self.values_left = MMDB_VALUES_READ
 
     def bytes_at(self, position, size):
-        """Return bytes of the section."""
-        if position < 0 or position + size > self.size:
+        """Return bytes of the section, at a position that is not negative."""
+        if position + size > self.size:
             raise Malformed("a value beyond the end of the file")
         start = self.begin + position
         return self.data[start:start + size]
