@@ -702,7 +702,7 @@ def read_own_game_id(text):
 
     Raise ValueError if it is not an id, or if it is the name of a section, because a game that the
     program knows may have that id."""
-    if text in SECTIONS:
+    if text in section_names():
         raise ValueError("the id %s is taken" % text)
     return read_game_id(text)
 
@@ -906,7 +906,9 @@ class Setting(NamedTuple):
         return key
 
 
-SETTINGS = (
+# The settings of the program itself. In the ini and in SETTINGS, those of the games stand between
+# these two parts
+SETTINGS_BEFORE_GAMES = (
     Setting("server.bind", "0.0.0.0, ::", read_addresses,
             "Addresses to listen on. Games whose lists have only IPv4 use only the IPv4 ones.",
             live=False),
@@ -941,42 +943,8 @@ SETTINGS = (
             "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
             "Networks of reverse proxies whose X-Forwarded-For header is believed."),
-    Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
-    Setting("iceball.version", "0.2.1-37", read_iceball_version,
-            "The game's current version; players with an older one are told of the update."),
-    Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
-            "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
-    Setting("iceball.timeout", "120", number_reader(1, 86400, float),
-            "Seconds of silence after which a server is removed (the document says 120).",
-            live=False),
-    Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
-    Setting("hyperbol.servers", "", list_reader(read_known_hyperbol, "\n"),
-            "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official)."),
-    Setting("subspace.port", "4990", read_port,
-            "UDP port of the zone list; announcements and pings use the next port.", live=False),
-    Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
-            "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
-    Setting("aio.port", "27011", read_port,
-            "TCP port for servers and clients of every generation.", live=False),
-    Setting("aio.news", "", read_text, "The text that players read under News."),
-    Setting("aio.news_file", "", read_without_url,
-            "A text file to read the news from instead; read again when it changes."),
-    Setting("quake3.port", "27950", read_port,
-            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_game_filter,
-            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
-            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
-    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-            "Seconds without an answer after which a server is removed, or after missed polls."),
-    Setting("luanti.enabled", "yes", read_flag,
-            "List the Luanti servers that announce themselves on the ports of [http].",
-            live=False),
-    Setting("luanti.timeout", "330", number_reader(1, 86400),
-            "Seconds after its last announcement until a server is removed; one comes every 300."),
-    Setting("ddnet.enabled", "yes", read_flag,
-            "List the DDNet and Teeworlds servers that register on the ports of [http].",
-            live=False),
+)
+SETTINGS_AFTER_GAMES = (
     Setting("games", "mygame = My Game", read_without_url,
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
@@ -1044,8 +1012,72 @@ SETTINGS = (
             "many."),
     Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
-SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
-SECTIONS = {setting.section for setting in SETTINGS}
+
+ICEBALL_SETTINGS = (
+    Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
+    Setting("iceball.version", "0.2.1-37", read_iceball_version,
+            "The game's current version; players with an older one are told of the update."),
+    Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
+            "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
+    Setting("iceball.timeout", "120", number_reader(1, 86400, float),
+            "Seconds of silence after which a server is removed (the document says 120).",
+            live=False),
+)
+
+HYPERBOL_SETTINGS = (
+    Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
+    Setting("hyperbol.servers", "", list_reader(read_known_hyperbol, "\n"),
+            "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official)."),
+)
+
+SUBSPACE_SETTINGS = (
+    Setting("subspace.port", "4990", read_port,
+            "UDP port of the zone list; announcements and pings use the next port.", live=False),
+    Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
+            "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
+)
+
+AIO_SETTINGS = (
+    Setting("aio.port", "27011", read_port,
+            "TCP port for servers and clients of every generation.", live=False),
+    Setting("aio.news", "", read_text, "The text that players read under News."),
+    Setting("aio.news_file", "", read_without_url,
+            "A text file to read the news from instead; read again when it changes."),
+)
+
+QUAKE3_SETTINGS = (
+    Setting("quake3.port", "27950", read_port,
+            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+    Setting("quake3.games", "", read_game_filter,
+            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
+    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
+    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
+            "Seconds without an answer after which a server is removed, or after missed polls."),
+)
+
+LUANTI_SETTINGS = (
+    Setting("luanti.enabled", "yes", read_flag,
+            "List the Luanti servers that announce themselves on the ports of [http].",
+            live=False),
+    Setting("luanti.timeout", "330", number_reader(1, 86400),
+            "Seconds after its last announcement until a server is removed; one comes every 300."),
+)
+
+DDNET_SETTINGS = (
+    Setting("ddnet.enabled", "yes", read_flag,
+            "List the DDNet and Teeworlds servers that register on the ports of [http].",
+            live=False),
+)
+
+# All settings by name, in the order of the ini. Section 10 fills this table
+SETTINGS: Dict[str, Setting] = {}
+
+
+def section_names():
+    """Return the names of the sections of the ini, which include the ids of most games."""
+    return {setting.section for setting in SETTINGS.values()}
+
 
 # Settings of earlier versions. An ini that still has one of them causes a warning.
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
@@ -1084,7 +1116,7 @@ class Settings:
         self.warnings = []
         self.texts = {}
         self.values: Dict[str, Any] = {}
-        for setting in SETTINGS:
+        for setting in SETTINGS.values():
             if setting.key:
                 self.values[setting.name] = setting.read(setting.default)
             else:
@@ -1142,7 +1174,7 @@ class Settings:
         if name in REMOVED_SETTINGS:
             self.warnings.append(label + " is no longer a setting and has no effect")
             return
-        setting = SETTINGS_BY_NAME.get(name) or SETTINGS_BY_NAME.get(section)
+        setting = SETTINGS.get(name) or SETTINGS.get(section)
         if setting is None:
             problem = unknown_name_problem(section, key)
             raise SettingsError("%s: [%s] %s" % (origin, section, problem))
@@ -1198,9 +1230,9 @@ def printable_value(section, key, text):
 def unknown_name_problem(section, key):
     """Return the end of an error message about a setting that does not exist: whether the section
     or the key is wrong, and the name that was probably meant."""
-    keys = [setting.key for setting in SETTINGS if setting.section == section]
+    keys = [setting.key for setting in SETTINGS.values() if setting.section == section]
     if not keys:
-        return "is not a section" + name_hint(section, SECTIONS)
+        return "is not a section" + name_hint(section, section_names())
     return "has no key " + without_secrets(key) + name_hint(key, keys)
 
 
@@ -1231,7 +1263,7 @@ def check_continuation_line(line, label):
     *_, scheme = words
     if scheme in ENGINE_SCHEMES:
         section = "cluster"
-    elif "http." + key in SETTINGS_BY_NAME:
+    elif "http." + key in SETTINGS:
         section = "http"
     else:
         section = "webhooks"
@@ -1291,7 +1323,7 @@ def config_text():
         "# remove the # to change one. A wrong name or value is an error at start that says where.",
         "# This file is what --print-config prints."]
     section = ""
-    for setting in SETTINGS:
+    for setting in SETTINGS.values():
         if setting.section != section:
             section = setting.section
             lines += ["", "[%s]" % section]
@@ -8481,7 +8513,7 @@ class Quake3(UdpProtocol, PolledGame):
         game_filter = self.settings["quake3.games"]
         # The name of any section of the settings may be the id of a game. A gamename such as
         # "iceball" must not put a server into the list of another protocol's game
-        is_id_of_another_protocol = game in SECTIONS or game in self.rules.games
+        is_id_of_another_protocol = game in section_names() or game in self.rules.games
         if is_id_of_another_protocol or not game_filter.accepts(game):
             raise Refused("game", "%a is not listed here" % gamename)
         # The games that are named here can always be listed, even if strangers have filled the
@@ -13806,6 +13838,10 @@ PROTOCOLS = (
     ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
 )
 
+SETTINGS.update((setting.name, setting) for setting in (
+    *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
+    *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+
 # ================================================================================================
 # 11  Event loop
 #
@@ -15436,7 +15472,7 @@ def adopt_settings(settings, new_settings):
 
     A setting that names a text file has also changed if the text in the file has."""
     changed_names = []
-    for setting in SETTINGS:
+    for setting in SETTINGS.values():
         name = setting.name
         old_value_and_text = settings[name], settings.texts.get(name)
         new_value_and_text = new_settings[name], new_settings.texts.get(name)

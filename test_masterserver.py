@@ -333,7 +333,7 @@ class SettingsTest(unittest.TestCase):
         settings = ms.Settings()
         self.assertEqual((settings["server.bind"], settings["iceball.version"], settings["games"]),
                          (("0.0.0.0", "::"), 8421413, {}))
-        self.assertEqual(" ".join(row.name for row in ms.SETTINGS if not row.live),
+        self.assertEqual(" ".join(row.name for row in ms.SETTINGS.values() if not row.live),
                          "server.bind server.database server.log_file http.ports http.https_ports "
                          "iceball.port iceball.timeout hyperbol.port subspace.port aio.port "
                          "quake3.port luanti.enabled ddnet.enabled cluster.redis cluster.name "
@@ -495,7 +495,7 @@ class SettingsTest(unittest.TestCase):
                  "cluster": "name = a",
                  "poll": "rate = 5", "upstream": "masters = hyperbol a.example",
                  "country": "203.0.113.7:5 = de"}
-        self.assertEqual(set(below), ms.SECTIONS)
+        self.assertEqual(set(below), ms.section_names())
         # Where they are right: a blank in a password is one
         right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
         right += [("cluster", line) for line in self.SECRET_LINES[4:6]]
@@ -507,7 +507,7 @@ class SettingsTest(unittest.TestCase):
                 self.assertEqual(not error, (section, line) in right, (section, line))
                 self.assertNotIn("TOKEN", self.refused("[%s]\n%s\n  %s\n" % (
                     section, above, line)), (section, line))
-            for name in (*ms.SETTINGS_BY_NAME, *ms.SECTIONS, "nothing.here"):
+            for name in (*ms.SETTINGS, *ms.section_names(), "nothing.here"):
                 for item in ("%s.%s" % (name, line), "%s=%s" % (name, line), line):
                     self.assertNotIn("TOKEN", self.refused("", item), item)
 
@@ -604,8 +604,8 @@ class SettingsTest(unittest.TestCase):
             self.assertEqual(file.read(), ms.config_text())
         self.assertEqual(self.load(ms.config_text()).values, ms.Settings().values)
         enabled = self.load(re.sub(r"(?m)^#(?! )", "", ms.config_text()))
-        self.assertEqual(enabled.given, {row.name for row in ms.SETTINGS})
-        for row in ms.SETTINGS:
+        self.assertEqual(enabled.given, {row.name for row in ms.SETTINGS.values()})
+        for row in ms.SETTINGS.values():
             default = ms.Settings()[row.name] if row.key else enabled[row.name] or "an example"
             self.assertEqual(enabled[row.name], default, row.name)
 
@@ -6522,7 +6522,7 @@ class FuzzTest(unittest.TestCase):
     def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
                                       row.default.rpartition(" = ")[2])
-                 for row in self.chance.sample(ms.SETTINGS, 3)]
+                 for row in self.chance.sample([*ms.SETTINGS.values()], 3)]
         with open(path, "wb") as file:
             file.write(self.mutated("".join(lines).encode()))
         with contextlib.suppress(ms.SettingsError):
@@ -15380,7 +15380,7 @@ def settings_table():
     """The README's table of settings."""
     lines = ["| section | key | default | meaning | takes effect |",
              "| --- | --- | --- | --- | --- |"]
-    for row in ms.SETTINGS:
+    for row in ms.SETTINGS.values():
         key = "`%s`" % row.key if row.key else "such as `%s`" % row.default
         default = "`%s`" % row.default if row.key and row.default else ""
         lines.append("| %s | %s | %s | %s | %s |" % (
