@@ -1905,48 +1905,152 @@ class CountryFile:
         return text.decode().lower() if COUNTRY_CODE.fullmatch(text) else ""
 
 
-# Sources, which are the senders that limits tell apart
+# Sources: whom limits tell apart
 
-def source_key(address):
-    """Return the source that an address belongs to, as text. Limits hold for sources.
+@functools.lru_cache(maxsize=LIMITER_SOURCES)
+def source_keys(address):
+    """Return the keys under which limits count an address: its source and, for IPv6, its site.
 
     An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
-    to its network /64, because one host can have all the addresses in it."""
+    to the source /64, because one host can have all the addresses in it, and to the site /48,
+    because anybody can have one. A site may have SITE_SOURCES times as much as a source."""
     if ":" not in address:
-        return address
+        return (address,)
     parsed = parse_ipv6(address)
-    return str(parsed.ipv4_mapped or ipv6_network(parsed, 64))
+    if parsed.ipv4_mapped:
+        return (str(parsed.ipv4_mapped),)
+    number = int(parsed)
+    keys = []
+    for prefix_bits in (64, 48):
+        host_bits = 128 - prefix_bits
+        network = ipaddress.IPv6Address(number >> host_bits << host_bits)
+        keys.append("%s/%d" % (network, prefix_bits))
+    return tuple(keys)
 
 
-def source_keys(address):
-    """Return the keys under which the servers at an address are counted.
-
-    They are its source and, for IPv6, its network /48 too."""
-    source = source_key(address)
-    if ":" not in source:
-        return (source,)
-    network, _, _ = source.partition("/")
-    return source, ipv6_network(parse_ipv6(network), 48)
+def source_key(address):
+    """Return the source of an address, the first of its source_keys()."""
+    source, *_ = source_keys(address)
+    return source
 
 
 def source_limits(address, limit):
     """Return pairs of a key of source_keys() and the limit that holds for it.
 
     `limit` holds for one source. An IPv6 /48 may have SITE_SOURCES times as many servers."""
-    if ":" not in address:
-        return ((address, limit),)
-    source, *site = source_keys(address)
-    limits = [(source, limit)]
-    for key in site:
-        limits.append((key, limit * SITE_SOURCES))
-    return limits
+    return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
 
 
-def ipv6_network(parsed, prefix_bits):
-    """Return the network of an IPv6Address as text, such as 2001:db8::/64."""
-    host_bits = 128 - prefix_bits
-    number = int(parsed) >> host_bits << host_bits
-    return "%s/%d" % (ipaddress.IPv6Address(number), prefix_bits)
+class Shares:
+    """Counts what sources have so much of as they may: servers, connections, bytes.
+
+    `counts` has the amount of each source and site that has any, by source_keys(); `total` is the
+    amount of all sources together."""
+
+    def __init__(self):
+        self.counts = collections.defaultdict(int)
+        self.total = 0
+
+    def take(self, address, amount=1):
+        """Count an amount for an address. A negative one gives it back."""
+        self.total += amount
+        for key in source_keys(address):
+            self.counts[key] += amount
+            if not self.counts[key]:
+                del self.counts[key]
+
+    def full(self, address, limit, amount=1):
+        """Return the source or site that cannot take an amount at this address, or "".
+
+        `limit` holds for a source; a site has SITE_SOURCES times as much."""
+        for key in source_keys(address):
+            if self.counts.get(key, 0) + amount > limit:
+                return key
+            limit *= SITE_SOURCES
+        return ""
+
+
+class Turns:
+    """A table of limited size in which things of strangers wait, and their sources take turns.
+
+    A source that has as many things as it may loses its own oldest one to a new one. If the table
+    is full, the source with the most things loses its oldest, so that nobody pushes out others by
+    adding many."""
+
+    def __init__(self, size):
+        """`size` is the most things that the table holds."""
+        self.size = size
+        self.things = {}                # by key
+        self.sources = {}               # the source of each thing, by key
+        self.keys = collections.OrderedDict()       # the keys of each source, the oldest first
+        # The sources that have so many things, by that number
+        self.levels = collections.defaultdict(collections.OrderedDict)
+
+    def __len__(self):
+        return len(self.things)
+
+    def get(self, key):
+        """Return the thing with this key, or None."""
+        return self.things.get(key)
+
+    def add(self, address, key, thing, limit):
+        """Add a thing of an address, or replace the one with the same key.
+
+        `limit` is how many things a source may have here. Return the thing that had to leave, or
+        None."""
+        self.pop(key)
+        source = source_key(address)
+        crowded = None
+        if len(self.keys.get(source, ())) >= limit:
+            crowded = source
+        elif len(self.things) >= self.size:
+            crowded = next(iter(self.levels[max(self.levels)]))
+        pushed_out = None
+        if crowded is not None:
+            pushed_out = self.pop(next(iter(self.keys[crowded])))
+        self.things[key] = thing
+        self.sources[key] = source
+        keys = self.keys.setdefault(source, collections.OrderedDict())
+        keys[key] = None
+        self._change_level(source, len(keys) - 1, len(keys))
+        return pushed_out
+
+    def pop(self, key):
+        """Remove and return the thing with this key. Return None if there is none."""
+        if key not in self.things:
+            return None
+        source = self.sources.pop(key)
+        keys = self.keys[source]
+        del keys[key]
+        self._change_level(source, len(keys) + 1, len(keys))
+        if not keys:
+            del self.keys[source]
+        return self.things.pop(key)
+
+    def _change_level(self, source, count_before, count):
+        if count_before:
+            del self.levels[count_before][source]
+            if not self.levels[count_before]:
+                del self.levels[count_before]
+        if count:
+            self.levels[count][source] = None
+
+    def in_turns(self):
+        """Return all things: first the oldest of each source, then the second of each, and so on.
+
+        The source that has waited longest for its turn is the first; see served()."""
+        rounds = collections.defaultdict(list)
+        for keys in self.keys.values():
+            for number, key in enumerate(keys):
+                rounds[number].append(self.things[key])
+        ordered = []
+        for number in sorted(rounds):
+            ordered += rounds[number]
+        return ordered
+
+    def served(self, key):
+        """Note that the source of a thing has had its turn: the other sources come before it."""
+        self.keys.move_to_end(self.sources[key])
 
 
 class Cookie:
@@ -2002,11 +2106,12 @@ NO_VERDICT = 0.0
 
 
 class Limiter:
-    """Token buckets by source, in a bounded table.
+    """Token buckets by source and site, in a bounded table.
 
     A bucket is stored as one number, the time at which it will be full again (the "generic cell
     rate algorithm"). A source that is not in the table has a full bucket. So a full table does not
-    refuse anybody: it forgets the source that was seen longest ago."""
+    refuse anybody: it forgets the source that was seen longest ago. The bucket of an IPv6 site is
+    SITE_SOURCES times as large as that of a source."""
 
     def __init__(self, rate, verdict=None):
         """Begin with full buckets. `rate` is (tokens a second, tokens at once).
@@ -2019,7 +2124,6 @@ class Limiter:
 
     @staticmethod
     def no_verdict(address):
-        """Return NO_VERDICT for every address."""
         return NO_VERDICT
 
     def set_rate(self, rate):
@@ -2035,39 +2139,36 @@ class Limiter:
         self.table.clear()
 
     def allow(self, address, now, tokens=1.0):
-        """Take tokens from the bucket of an address. Return False if it has too few."""
-        table = self.table
-        key = address
-        full_at = table.get(key)
-        if full_at is None:
-            key = self.insert(address)
-            full_at = table[key]
-        if full_at == EXEMPT:
-            return True
-        table.move_to_end(key)
-        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
-        if full_at - now > self.depth_s:
-            return False
-        table[key] = full_at
+        """Take tokens from the buckets of an address. Return False if one of them has too few."""
+        cost_s = self.cost_s * tokens
+        for key in self.buckets(address) if ":" in address else (address,):
+            full_at = self.table.get(key)
+            if full_at is None:
+                full_at = self.insert(key, address)
+            if full_at == EXEMPT:
+                return True
+            self.table.move_to_end(key)
+            full_at = max(full_at, now) + cost_s
+            if full_at - now > self.depth_s:
+                return False
+            self.table[key] = full_at
+            cost_s /= SITE_SOURCES
         return True
 
-    def insert(self, address):
-        """Add an address to the table, and return its key there.
+    def buckets(self, address):
+        """Return the keys of an IPv6 address: itself if there is a verdict about it, as a blocked
+        network may be smaller than a source, and otherwise its source_keys()."""
+        if address in self.table or self.verdict(address) != NO_VERDICT:
+            return (address,)
+        return source_keys(address)
 
-        If there is a verdict about the address, the key is the address itself, because a blocked
-        network may be smaller than an IPv6 source. Otherwise the key is its source."""
-        verdict = self.verdict(address)
-        key = address
-        is_ipv6 = ":" in address
-        if is_ipv6 and verdict == NO_VERDICT:
-            key = source_key(address)
-            if key in self.table:
-                return key
+    def insert(self, key, address):
+        """Add a bucket to the table, and return the time at which it is full, or the verdict."""
         if len(self.table) >= LIMITER_SOURCES:
             self.table.popitem(last=False)
         # Without a verdict, the bucket counts as full since the time 0
-        self.table[key] = verdict
-        return key
+        full_at = self.table[key] = self.verdict(address)
+        return full_at
 
     def is_nearly_empty(self, address, now):
         """Has the source of this address fewer than two tokens left?"""

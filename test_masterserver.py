@@ -796,6 +796,52 @@ class LimiterTest(unittest.TestCase):
         for address, good in (("2001:db8:1:2::1", True), ("2001:db8:1:2:3::1", False),
                               ("2001:db8:1:3::1", True)):
             self.assertEqual(limiter.allow(address, 0.0), good, address)
+
+    def test_a_site_has_sixteen_times_as_much(self):
+        limiter = ms.Limiter((1, 2))
+        allowed = sum(limiter.allow("2001:db8:1:%x::1" % number, 0.0) for number in range(100))
+        self.assertEqual(allowed, 32)
+        self.assertTrue(limiter.allow("2001:db8:2::1", 0.0))
+
+
+class SharesTest(unittest.TestCase):
+    def test_sources_and_sites(self):
+        shares = ms.Shares()
+        for address in "192.0.2.1", "192.0.2.1", "2001:db8:1:2::1", "2001:db8:1:2::2":
+            self.assertEqual(shares.full(address, 2), "")
+            shares.take(address)
+        for address, full in (("192.0.2.1", "192.0.2.1"), ("192.0.2.2", ""),
+                              ("2001:db8:1:2::3", "2001:db8:1:2::/64"), ("2001:db8:1:3::1", "")):
+            self.assertEqual(shares.full(address, 2), full)
+        for number in range(3, 18):
+            shares.take("2001:db8:1:%x::1" % number, 2)
+        self.assertEqual(shares.full("2001:db8:1:ffff::1", 2), "2001:db8:1::/48")
+        self.assertEqual(shares.total, 34)
+        shares.take("192.0.2.1", -2)
+        self.assertNotIn("192.0.2.1", shares.counts)
+
+
+class TurnsTest(unittest.TestCase):
+    def test_who_has_most_makes_room(self):
+        turns = ms.Turns(4)
+        for address, key in (("a", 1), ("b", 2), ("b", 3), ("c", 4)):
+            self.assertIsNone(turns.add(address, key, "%s%d" % (address, key), limit=2))
+        self.assertEqual(turns.in_turns(), ["a1", "b2", "c4", "b3"])
+        for address, key, pushed_out in (("b", 5, "b2"), ("d", 6, "b3"), ("e", 7, "a1")):
+            self.assertEqual(turns.add(address, key, address + str(key), limit=2), pushed_out)
+        self.assertEqual(turns.in_turns(), ["b5", "c4", "d6", "e7"])
+        turns.served(4)
+        self.assertEqual(turns.in_turns(), ["b5", "d6", "e7", "c4"])
+        self.assertEqual((turns.get(4), turns.pop(4), turns.pop(4), len(turns)),
+                         ("c4", "c4", None, 3))
+
+    def test_replaced_things_stay_one(self):
+        turns = ms.Turns(2)
+        for thing in "one", "two":
+            self.assertIsNone(turns.add("a", 1, thing, limit=1))
+        self.assertEqual((turns.in_turns(), len(turns)), (["two"], 1))
+
+
 # --- Registry ------------------------------------------------------------------------------------
 
 class RegistryTest(unittest.TestCase):
