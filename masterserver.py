@@ -1907,23 +1907,24 @@ class CountryFile:
 
 # Sources: whom limits tell apart
 
-@functools.lru_cache(maxsize=LIMITER_SOURCES)
 def source_keys(address):
     """Return the keys under which limits count an address: its source and, for IPv6, its site.
 
     An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
     to the source /64, because one host can have all the addresses in it, and to the site /48,
     because anybody can have one. A site may have SITE_SOURCES times as much as a source."""
-    if ":" not in address:
-        return (address,)
+    return ipv6_source_keys(address) if ":" in address else (address,)
+
+
+@functools.lru_cache(maxsize=LIMITER_SOURCES)
+def ipv6_source_keys(address):
     parsed = parse_ipv6(address)
     if parsed.ipv4_mapped:
         return (str(parsed.ipv4_mapped),)
-    number = int(parsed)
     keys = []
     for prefix_bits in (64, 48):
         host_bits = 128 - prefix_bits
-        network = ipaddress.IPv6Address(number >> host_bits << host_bits)
+        network = ipaddress.IPv6Address(int(parsed) >> host_bits << host_bits)
         keys.append("%s/%d" % (network, prefix_bits))
     return tuple(keys)
 
