@@ -220,9 +220,9 @@ RENDER_S = 1.0
 RENDER_SERVER_S = 0.0001
 # Browsers and proxies may keep a response for this long. The page asks for a new one as often
 CACHE_S = 5
-# The countries of so many servers are looked up in a second. That takes up to 15 ms. If more
-# servers are listed, or if the file has changed, the others wait
-COUNTRY_LOOKUPS = 500
+# If the file with the countries has changed, those of so many servers are looked up in a second.
+# That takes 8 ms, or 40 ms if the file is made to take long
+COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
 CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
 
@@ -1642,157 +1642,126 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
 MMDB_MARKER_WITHIN = 128 << 10                  # bytes at the end of the file
-MMDB_FORMAT = 2                                 # the version of the format
-GZIP_START = b"\x1f\x8b"                        # such files are usually offered compressed
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
-MMDB_RECORD_BITS = 24, 28, 32                   # a node of the tree has two such numbers
-COUNTRY_FILE_BYTES = 200 << 20                  # the largest file; one with all cities has 60 MB
 
-# The types of values. 0 says that the type is in the next byte, less MMDB_TYPE_OFFSET
+# The types of values. 0 says that the type is in the next byte, less 7
 MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
-MMDB_TYPE_OFFSET = 7
 # If the five bits of a size have one of these values, the size stands in the following bytes. Here
 # are how many they are, and what has to be added to them
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-MMDB_VALUES_READ = 1000                         # in one look-up; a city has some 100
-MMDB_TEXT_BYTES = 255                           # no name of a member that is needed is longer
-COUNTRIES_CACHED = 4096                         # places in the data; the world has 250 countries
-COUNTRY_FILE_BUILT_MAX = 1 << 32                # the year 2106; Python has no date for 1 << 62
-COUNTRY_CODE = re.compile(rb"[A-Z]{2}")
-
-
-class MmdbValue(NamedTuple):
-    """The beginning of a value in a section of an MMDB file."""
-
-    type: int                           # one of the MMDB_ types
-    size: int                           # bytes, members of a map or an array, or a pointer's target
-    start: int                          # the position of its contents
-    end: int                            # the position after it; of a map or an array, as `start`
+# The values that are read in one look-up. A city has some 40 before its country. Without a limit,
+# a hostile file could keep the event loop busy for minutes
+MMDB_VALUES_READ = 250
 
 
 class MmdbSection:
-    """A section of an MMDB file that consists of values. Positions count from its beginning.
+    """A section of an MMDB file, which consists of values. Positions count from its beginning.
 
-    Any fault in the file raises Malformed."""
+    A value is read as (its type, its size, the position of its contents, the position after it).
+    The size is in bytes or, of a map or an array, in members; they follow at the position after
+    it. The size of a pointer is the position to which it leads. Any fault raises Malformed."""
 
-    def __init__(self, data, begin, end):
-        """Take the bytes of the whole file, and where the section begins and ends in it."""
+    def __init__(self, data, values_left):
+        """Take the bytes of the section, a memoryview, and how many values may be read."""
         self.data = data
-        self.begin = begin
-        self.size = end - begin
-        # How many values may still be read. Without a limit, a hostile file could keep the event
-        # loop busy for minutes
-        self.values_left = MMDB_VALUES_READ
+        self.values_left = values_left
 
-    def bytes_at(self, position, size):
-        """Return bytes of the section, at a position that is not negative."""
-        if position + size > self.size:
-            raise Malformed("a value beyond the end of the file")
-        start = self.begin + position
-        return self.data[start:start + size]
-
-    def byte_at(self, position):
-        """Return one byte of the section, as a number."""
-        if not 0 <= position < self.size:
-            raise Malformed("a value beyond the end of the file")
-        return self.data[self.begin + position]
-
-    def number_at(self, position, size):
-        """Return a number of `size` bytes."""
-        return int.from_bytes(self.bytes_at(position, size), "big")
-
-    def value_at(self, position):
-        """Return the MmdbValue at this position, which may be a pointer."""
+    def value(self, position):
+        """Return the value at this position, as the class describes it."""
         self.values_left -= 1
         if self.values_left < 0:
             raise Malformed("too many values")
-        control = self.byte_at(position)
-        position += 1
-        kind = control >> 5
-        size = control & 31
-        if kind == MMDB_POINTER:
-            return self.pointer_at(position, size)
-        if kind == 0:
-            kind = self.byte_at(position) + MMDB_TYPE_OFFSET
+        try:
+            control = self.data[position]
             position += 1
+            kind = control >> 5
+            size = control & 31
+            if kind == MMDB_POINTER:
+                return self.pointer(position, size)
+            if kind == 0:
+                kind = self.data[position] + 7
+                position += 1
+        except IndexError:
+            raise Malformed("a value beyond the end of the file") from None
         if size in MMDB_LONG_SIZES:
             size_bytes, smallest = MMDB_LONG_SIZES[size]
-            size = smallest + self.number_at(position, size_bytes)
+            size = smallest + self.number(position, size_bytes)
             position += size_bytes
-        has_members = kind in (MMDB_MAP, MMDB_ARRAY)
-        # The size of a flag is its value
-        end = position if has_members or kind == MMDB_FLAG else position + size
-        return MmdbValue(kind, size, position, end)
+        if kind in (MMDB_MAP, MMDB_ARRAY, MMDB_FLAG):       # the size of a flag is its value
+            return kind, size, position, position
+        return kind, size, position, position + size
 
-    def pointer_at(self, position, size):
+    def pointer(self, position, size):
         """Return the pointer whose control byte has this size, and whose address is at the
         position."""
         size_bytes = (size >> 3) + 1
-        target = self.number_at(position, size_bytes)
+        target = self.number(position, size_bytes) + MMDB_POINTER_STARTS[size_bytes]
         if size_bytes < 4:
             # The last three bits of the control byte belong to the address
             target += (size & 7) << 8 * size_bytes
-        target += MMDB_POINTER_STARTS[size_bytes]
-        return MmdbValue(MMDB_POINTER, target, position, position + size_bytes)
+        return MMDB_POINTER, target, position, position + size_bytes
 
-    def follow(self, value):
-        """Return the value that a pointer leads to, or the value itself if it is no pointer."""
-        if value.type != MMDB_POINTER:
-            return value
-        target = self.value_at(value.size)
-        if target.type == MMDB_POINTER:
-            raise Malformed("a pointer to a pointer")
-        return target
+    def number(self, start, size):
+        """Return the number in these bytes."""
+        if start + size > len(self.data):
+            raise Malformed("a value beyond the end of the file")
+        return int.from_bytes(self.data[start:start + size], "big")
 
-    def skip(self, value):
+    def skip(self, position):
         """Return the position after a value and all that it contains."""
-        position = value.end
-        values_to_skip = self.contained_values(value)
+        values_to_skip = 1
         while values_to_skip > 0:
-            inner = self.value_at(position)
-            position = inner.end
-            values_to_skip += self.contained_values(inner) - 1
+            kind, size, _, position = self.value(position)
+            values_to_skip -= 1
+            if kind == MMDB_MAP:
+                values_to_skip += 2 * size          # a map has a name before each value
+            elif kind == MMDB_ARRAY:
+                values_to_skip += size
         return position
 
-    @staticmethod
-    def contained_values(value):
-        """Return how many values follow the beginning of this one, and belong to it."""
-        if value.type == MMDB_MAP:
-            return 2 * value.size       # a map has a name before each value
-        return value.size if value.type == MMDB_ARRAY else 0
+    def follow(self, position):
+        """Return the value at this position or, if it is a pointer, the one that it leads to."""
+        value = kind, target, _, _ = self.value(position)
+        if kind == MMDB_POINTER:
+            value = kind, _, _, _ = self.value(target)
+            if kind == MMDB_POINTER:
+                raise Malformed("a pointer to a pointer")
+        return value
 
-    def member(self, mapping, name):
-        """Return the member of a map with this name, in bytes, or None if it has none.
+    def member(self, position, name):
+        """Return the position of the member with this name in the map at a position.
 
-        `mapping` is the MmdbValue of the map, or a pointer to it."""
-        mapping = self.follow(mapping)
-        if mapping.type != MMDB_MAP:
+        Return None if the map has none."""
+        kind, members, position, _ = self.follow(position)
+        if kind != MMDB_MAP:
             raise Malformed("no map where one has to be")
-        position = mapping.start
-        for _ in range(mapping.size):
-            key = self.value_at(position)
-            value = self.value_at(key.end)
-            if self.text(key) == name:
-                return self.follow(value)
-            position = self.skip(value)
+        for _ in range(members):
+            kind, size, start, end = self.value(position)
+            if kind == MMDB_POINTER:
+                kind, size, start, _ = self.value(size)
+            if kind == MMDB_TEXT and self.data[start:start + size] == name:
+                return end
+            position = self.skip(end)
         return None
 
-    def text(self, value):
-        """Return the bytes of a text, given its MmdbValue or a pointer to it."""
-        value = self.follow(value)
-        if value.type != MMDB_TEXT or value.size > MMDB_TEXT_BYTES:
+    def text(self, position):
+        """Return the bytes of the text at this position."""
+        kind, size, start, end = self.follow(position)
+        if kind != MMDB_TEXT or size > NAME_CHARACTERS:
             raise Malformed("no text where one has to be, or a long one")
-        return self.bytes_at(value.start, value.size)
+        return bytes(self.data[start:end])
 
-    def member_number(self, mapping, name):
-        """Return the member of a map with this name, which has to be a number."""
-        value = self.member(mapping, name)
-        if value is None or value.type not in MMDB_NUMBERS or value.size > 8:
-            raise Malformed("its description has no number %s" % name.decode())
-        return self.number_at(value.start, value.size)
+    def member_number(self, position, name):
+        """Return the member with this name, which has to be a number."""
+        member = self.member(position, name)
+        if member is not None:
+            kind, size, start, _ = self.follow(member)
+            if kind in MMDB_NUMBERS and size <= 8:
+                return self.number(start, size)
+        raise Malformed("its description has no number %s" % name.decode())
 
 
 class CountryFile:
@@ -1805,37 +1774,33 @@ class CountryFile:
         """Read the description of the file, whose bytes are `data`. Raise Malformed if this is no
         MMDB file, or if it is broken."""
         self.data = data
-        if data.startswith(GZIP_START):
+        if data.startswith(b"\x1f\x8b"):
             raise Malformed("it is compressed; unpack it, as with gunzip or tar")
-        description_start = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
-        if description_start < 0:
+        data_end = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
+        if data_end < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")
-        section = MmdbSection(data, description_start + len(MMDB_MARKER), len(data))
-        description = section.value_at(0)
-        if section.member_number(description, b"binary_format_major_version") != MMDB_FORMAT:
-            raise Malformed("its format is not version %d" % MMDB_FORMAT)
-        self.node_count = section.member_number(description, b"node_count")
-        self.record_bits = section.member_number(description, b"record_size")
-        self.ip_version = section.member_number(description, b"ip_version")
-        self.built = section.member_number(description, b"build_epoch")
-        kind = section.member(description, b"database_type")
+        # This takes up to 5 ms, once
+        section = MmdbSection(memoryview(data)[data_end + len(MMDB_MARKER):], 10_000)
+        if section.member_number(0, b"binary_format_major_version") != 2:
+            raise Malformed("its format is not version 2")
+        self.node_count = section.member_number(0, b"node_count")
+        self.record_bits = section.member_number(0, b"record_size")
+        self.ip_version = section.member_number(0, b"ip_version")
+        self.built = section.member_number(0, b"build_epoch")
+        kind = section.member(0, b"database_type")
         self.type = decode_utf8(section.text(kind)) if kind else "no type"
-        if self.record_bits not in MMDB_RECORD_BITS or self.ip_version not in (4, 6):
+        if self.record_bits not in (24, 28, 32) or self.ip_version not in (4, 6):
             raise Malformed("its records have %d bits, and its addresses version %d"
                             % (self.record_bits, self.ip_version))
-        if self.built > COUNTRY_FILE_BUILT_MAX:
+        if self.built > 1 << 32:            # the year 2106; Python has no date for 1 << 62
             raise Malformed("it was made in no year that is possible")
-        tree_bytes = self.node_count * self.record_bits // 4
-        data_start = tree_bytes + MMDB_SEPARATOR_BYTES
-        if not self.node_count or data_start > description_start:
+        data_start = self.node_count * self.record_bits // 4 + MMDB_SEPARATOR_BYTES
+        if not self.node_count or data_start > data_end:
             raise Malformed("its tree has %d nodes, and does not fit into the file"
                             % self.node_count)
-        self.values = MmdbSection(data, data_start, description_start)
+        self.values = MmdbSection(memoryview(data)[data_start:data_end], MMDB_VALUES_READ)
         # IPv4 addresses stand in the tree of an IPv6 file as ::a.b.c.d
-        self.ipv4_root = 0
-        if self.ip_version == 6:
-            self.ipv4_root = self.walk(0, 0, 96)
-        self.codes: Dict[int, str] = {}     # what read_code() has returned, by the position
+        self.ipv4_root = self.walk(0, 0, 96) if self.ip_version == 6 else 0
 
     def country(self, address):
         """Return the country of an IP address: two letters in lower case, or "" if the file has
@@ -1845,18 +1810,20 @@ class CountryFile:
         if ":" not in address:
             place = self.walk(self.ipv4_root, address_number(address), 32)
         elif self.ip_version == 6:
-            place = self.walk(0, int(parse_ipv6(address)), 128)
+            place = self.walk(0, address_number(address), 128)
         else:
             return ""
         if place <= self.node_count:            # it leads nowhere
             return ""
         position = place - self.node_count - MMDB_SEPARATOR_BYTES
-        code = self.codes.get(position)
-        if code is None:
-            if len(self.codes) >= COUNTRIES_CACHED:
-                self.codes.clear()
-            code = self.codes[position] = self.read_code(position)
-        return code
+        if position < 0:
+            raise Malformed("a place between the tree and the data")
+        values = self.values
+        values.values_left = MMDB_VALUES_READ
+        country = values.member(position, b"country")
+        code = values.member(country, b"iso_code") if country else None
+        text = values.text(code) if code else b""
+        return text.decode().lower() if re.fullmatch(rb"[A-Z]{2}", text) else ""
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
@@ -1864,45 +1831,21 @@ class CountryFile:
 
         The record is a node, node_count if nothing is known of the address, or a place in the data,
         counted from node_count on."""
-        read_record = self.record_readers[self.record_bits]
+        record_bits = self.record_bits
+        node_bytes = record_bits // 4
         for shift in range(bits - 1, -1, -1):
             if node >= self.node_count:
                 break
-            node = read_record(self, node, number >> shift & 1)
+            start = node * node_bytes
+            records = int.from_bytes(self.data[start:start + node_bytes], "big")
+            if number >> shift & 1:
+                node = records & (1 << record_bits) - 1
+            elif record_bits == 28:
+                # Of the byte in the middle, the high bits of the left record come first
+                node = (records >> 28 & 15) << 24 | records >> 32
+            else:
+                node = records >> record_bits
         return node
-
-    def record_24(self, node, side):
-        """Return a record of a node whose records have 24 bits; `side` 0 is left, 1 right."""
-        start = node * 6 + side * 3
-        return int.from_bytes(self.data[start:start + 3], "big")
-
-    def record_28(self, node, side):
-        """Return a record of 28 bits. The byte between both has the high bits of each."""
-        start = node * 7
-        high_bits = self.data[start + 3]
-        if side == 0:
-            low_bits = self.data[start:start + 3]
-            return (high_bits >> 4) << 24 | int.from_bytes(low_bits, "big")
-        low_bits = self.data[start + 4:start + 7]
-        return (high_bits & 15) << 24 | int.from_bytes(low_bits, "big")
-
-    def record_32(self, node, side):
-        """Return a record of 32 bits."""
-        start = node * 8 + side * 4
-        return int.from_bytes(self.data[start:start + 4], "big")
-
-    record_readers = {24: record_24, 28: record_28, 32: record_32}
-
-    def read_code(self, position):
-        """Return the country in the record at this position of the data, or ""."""
-        values = self.values
-        values.values_left = MMDB_VALUES_READ
-        country = values.member(values.value_at(position), b"country")
-        code = values.member(country, b"iso_code") if country else None
-        if code is None:
-            return ""
-        text = values.text(code)
-        return text.decode().lower() if COUNTRY_CODE.fullmatch(text) else ""
 
 
 # Sources: whom limits tell apart
@@ -2222,6 +2165,7 @@ class Rules:
         self.answer_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.country_file: Optional[CountryFile] = None     # the program sets it
+        self.country_trouble = ""       # why the last look-up failed that did
         self.read(settings)
 
     def read(self, settings):
@@ -2352,7 +2296,8 @@ class Rules:
             return by_hand
         try:
             return self.country_file.country(address)
-        except Malformed:               # the file is damaged there
+        except Malformed as error:      # the file is damaged there
+            self.country_trouble = str(error)
             return ""
 
 
@@ -2599,10 +2544,7 @@ class Registry:
         # recognizes such a packet, and it need not be parsed. A server's fingerprints are forgotten
         # when anything about the server changes
         self.by_fingerprint = {}
-        # The keys of servers whose countries are to be looked up, and how many may be this second.
-        # If there are too many, the oldest are dropped, and those servers keep their countries
-        self.countries_due = collections.deque(maxlen=ALTERED_SERVERS)
-        self.country_lookups_left = COUNTRY_LOOKUPS
+        self.countries_due = iter(())       # keys of servers whose countries are looked up again
         self.outcomes = PacketOutcomes()
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
@@ -2741,7 +2683,7 @@ class Registry:
         """Add a server to the list. The caller has checked that it may be listed."""
         endpoint = server.address, server.port
         server.official, server.priority = self.rules.operator_marks(endpoint)
-        self.find_country(server)
+        server.country = self.rules.country(server.address, server.port)
         self.games[server.game][endpoint] = server
         self.count_source(server, 1)
         self.total += 1
@@ -2890,28 +2832,12 @@ class Registry:
 
     def look_up_countries_again(self):
         """Have the countries of all servers looked up again in the next seconds."""
-        self.countries_due.clear()
-        self.countries_due.extend([server.key for server in self.servers()])
-
-    def find_country(self, server):
-        """Set the country of a server that is being listed, or have it looked up soon."""
-        server.country = self.rules.country_by_hand(server.address, server.port)
-        if server.country or self.rules.country_file is None:
-            return
-        if self.country_lookups_left > 0:
-            self.country_lookups_left -= 1
-            server.country = self.rules.country(server.address, server.port)
-        else:
-            self.countries_due.append(server.key)
+        self.countries_due = iter([server.key for server in self.servers()])
 
     def look_up_countries(self):
-        """Look up the countries of the next COUNTRY_LOOKUPS servers that wait for it.
-
-        This is called once a second."""
-        self.country_lookups_left = COUNTRY_LOOKUPS
-        while self.countries_due and self.country_lookups_left > 0:
-            self.country_lookups_left -= 1
-            server = self.get(*self.countries_due.popleft())
+        """Look up the countries of the next COUNTRY_LOOKUPS servers, once a second."""
+        for key in itertools.islice(self.countries_due, COUNTRY_LOOKUPS):
+            server = self.get(*key)
             if server is not None:
                 country = self.rules.country(server.address, server.port)
                 self.update(server, {"country": country})
@@ -15512,15 +15438,14 @@ def load_country_file(settings):
     """Read the file with the countries that the settings name, and return the CountryFile.
 
     Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
-    memory, up to COUNTRY_FILE_BYTES: were it mapped, the program would crash when somebody copies a
-    new file over it."""
+    memory: were it mapped, the program would crash when somebody copies a new file over it."""
     path = settings.file(COUNTRY_FILE)
     if not path:
         return None
     try:
         check_is_file(path)
-        if os.path.getsize(path) > COUNTRY_FILE_BYTES:
-            raise ValueError("larger than %d MB" % (COUNTRY_FILE_BYTES >> 20))
+        if os.path.getsize(path) > 200 << 20:           # one with all cities has 60 MB
+            raise ValueError("larger than 200 MB")
         with open(path, "rb") as file:
             return CountryFile(file.read())
     except (Malformed, OSError, ValueError) as error:
@@ -17760,6 +17685,9 @@ class MasterServer:
             self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
+        if self.rules.country_trouble:
+            report(self.health, "countries",
+                   "the file is damaged: " + self.rules.country_trouble)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
@@ -18054,7 +17982,7 @@ class MasterServer:
             self.country_stamp = None           # the next reload tries again
             return
         self.health.pop("countries", None)
-        self.rules.country_file = result
+        self.rules.country_file, self.rules.country_trouble = result, ""
         self.registry.look_up_countries_again()
         if result is not None:
             log.info("file with countries read: %s", country_file_text(result))

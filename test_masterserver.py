@@ -9403,16 +9403,17 @@ class CountryFileTest(unittest.TestCase):
                  + mmdb_value("x" * 10_000_000), "."),
                 (mmdb_value({"country": "DE"}), "no map"),
                 (mmdb_value({"country": {"iso_code": 5}}), "no text"),
-                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), "no text"), (b"\xff\xff", ".")):
+                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), "."), (b"\xff\xff", ".")):
             file = ms.CountryFile(mmdb_file({"203.0.113.0/24": 0}, data))
             began = time.process_time()
-            try:
-                self.assertEqual(file.country("203.0.113.9"), "", data[:20])
-            except ms.Malformed as error:
-                self.assertRegex(str(error), words)
-            else:
-                self.assertEqual(words, ".", data[:20])
-            self.assertLess(time.process_time() - began, 1.0)
+            for _ in range(10):
+                try:
+                    self.assertEqual(file.country("203.0.113.9"), "", data[:20])
+                except ms.Malformed as error:
+                    self.assertRegex(str(error), words)
+                else:
+                    self.assertEqual(words, ".", data[:20])
+            self.assertLess(time.process_time() - began, 0.1, data[:20])
         # A place in the zeros between the tree and the data
         file = ms.CountryFile(mmdb_file({"203.0.113.0/24": -5}, b""))
         self.assertRaises(ms.Malformed, file.country, "203.0.113.9")
@@ -9557,22 +9558,8 @@ class CountriesTest(WebCase):
             self.registry.look_up_countries()
             self.assertEqual([server.country for server in servers], later)
 
-    def test_many_at_once(self):
-        """So many a second; the others follow, and what the ini says waits for nothing."""
-        self.by_hand(**{"203_0_113_9": "fr"})
-        self.rules.read(self.core.settings)
-        for port in range(1, ms.COUNTRY_LOOKUPS + 300):
-            server = ms.Server("aio", "203.0.113.%d" % (port % 256), port, "203.0.113.9", 0.0, 99.0)
-            self.registry.insert(server)
-        counts = self.registry.count_countries("aio")
-        self.assertEqual((counts["de"], counts["fr"]), (500, 4))
-        self.registry.look_up_countries()
-        self.assertEqual(self.registry.count_countries("aio"), {"de": 795, "fr": 4})
-        self.assertEqual(self.registry.countries_due, collections.deque())
-
     def test_a_new_file(self):
         """Servers are looked up again in steps, those of other masters too."""
-        self.registry.country_lookups_left = 1000
         for port in range(1, ms.COUNTRY_LOOKUPS + 100):
             server = ms.Server("aio", "203.0.113.%d" % (port % 256), port, "203.0.113.9", 0.0, 99.0)
             server.master = "other" if port % 2 else ""
@@ -9581,17 +9568,18 @@ class CountriesTest(WebCase):
         self.rules.country_file = ms.CountryFile(simple_country_file({"203.0.113.0/24": "PL"}))
         self.registry.look_up_countries_again()
         self.registry.remove_any(self.registry.servers()[0])
-        for counts in ({"pl": 499, "de": 99}, {"pl": 598}, {"pl": 598}):
+        for counts in ({"pl": 249, "de": 99}, {"pl": 348}, {"pl": 348}):
             self.registry.look_up_countries()
             self.assertEqual({country: count for country, count
                               in self.registry.count_countries("aio").items()
                               if country}, counts)
-        self.assertEqual(self.registry.generation, generation + 599)
+        self.assertEqual(self.registry.generation, generation + 349)
 
     def test_a_damaged_file(self):
         self.rules.country_file = ms.CountryFile(mmdb_file(
             {"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
-        self.assertEqual(self.list().country, "")
+        self.assertEqual((self.list().country, self.rules.country_trouble),
+                         ("", "no map where one has to be"))
 
     def test_filters(self):
         for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
@@ -9692,7 +9680,7 @@ class CountryFileOfTheProgram(unittest.TestCase):
                 ms.MasterServer(self.load())
         self.write(simple_country_file({"203.0.113.0/24": "DE"}))
         self.assertEqual(ms.MasterServer(self.load()).rules.country("203.0.113.9"), "de")
-        with mock.patch.object(ms, "COUNTRY_FILE_BYTES", 100):
+        with mock.patch.object(os.path, "getsize", return_value=201 << 20):
             self.assertRaisesRegex(ms.SettingsError, "larger than", ms.MasterServer, self.load())
 
     def test_checked(self):
@@ -9742,6 +9730,17 @@ class CountryFileOfTheProgram(unittest.TestCase):
             self.assertEqual(len(lines), 1, lines)
             self.assertRegex(lines[0], words)
             self.assertEqual("countries" in server.health, raw == b"nonsense")
+        # In a file that is damaged where a server is to be looked up
+        self.write(mmdb_file({"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
+        with self.assertLogs("masterserver", "ERROR") as logged:
+            run()
+            run()
+        self.assertEqual([server.health["countries"], len(logged.output)],
+                         ["the file is damaged: no map where one has to be", 1])
+        self.write(simple_country_file({"203.0.113.0/25": "PL"}))
+        with self.assertLogs("masterserver"):
+            run()
+        self.assertNotIn("countries", server.health)
         os.remove(self.path)
         with self.assertLogs("masterserver"):
             run()
