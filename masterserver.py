@@ -11942,6 +11942,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 
     now, address   the time of the request, and the client's address
     peer_address   that of the other end of the connection; if it is a proxy, not `address`
+    scheme         "https" if the connection is encrypted by TLS, otherwise "http"
     page, query    the path without its query, and the values of the query by name
     route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
@@ -11951,6 +11952,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     command = "GET"
     headers = http.client.HTTPMessage()
+    scheme = "http"
     page = "/"
     query: Dict[str, str] = {}
     route = "none"
@@ -12114,12 +12116,14 @@ class HttpSession(Session):
         # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.cache
+        self.scheme = "http"
         self.extra_fields = NO_FIELDS   # header fields of all responses on this connection
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
 
     def encrypted(self):
         """Note that the connection is encrypted. Its responses may have one more header field."""
+        self.scheme = "https"
         self.extra_fields = self.web.encrypted_fields
         if not self.is_proxy:
             self.cache = self.web.encrypted_cache
@@ -12169,6 +12173,7 @@ class HttpSession(Session):
         request.body = self.buffer[:request.body_bytes]
         request.now = now
         request.peer_address = self.address
+        request.scheme = self.scheme
         request.address = self.web.client_address(
             self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
@@ -13031,7 +13036,7 @@ def get_server(web, request):
     if remembered:
         # A server that has come back was first seen before its present stay in the list
         server.first_seen = min(server.first_seen, remembered.first_seen)
-    base = web.look.url or "http://" + request.header("Host")
+    base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
     contents = ServerPage(server, listed is not None, series, query.span, base)
     page = render_server_page(web.look, contents, wall)
     return HttpResponse(page, HTML_TYPE)

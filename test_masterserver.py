@@ -5331,9 +5331,12 @@ def web_of(servers, known=None, template=ms.LIST_PAGE):
     return web
 
 
-def page_of(web, path="/"):
+def page_of(web, path="/", encrypted=False):
+    session = web.session("127.0.0.1", 0.0)
+    if encrypted:
+        session.encrypted()
     request = http_request(path, "Accept: text/html")
-    return split_response(answered(web.session("127.0.0.1", 0.0), request))[2].decode("utf-8")
+    return split_response(answered(session, request))[2].decode("utf-8")
 
 
 def link_to(server):
@@ -9802,10 +9805,12 @@ class BannerTest(unittest.TestCase):
     def test_the_lines_to_copy(self):
         server = make_server("my game", "2001:db8::1")
         query = "game=my%20game&address=2001%3Adb8%3A%3A1&port=27790"
-        for url, base in (("", "http://x"), ("https://games.example", "https://games.example")):
+        for url, encrypted, base in (
+                ("", False, "http://x"), ("", True, "https://x"),
+                ("https://games.example", False, "https://games.example")):
             web = web_of([server])
             web.look = web.look._replace(url=url)
-            outline = Outline(page_of(web, link_to(server)))
+            outline = Outline(page_of(web, link_to(server), encrypted))
             link, banner = base + "/server?" + query, base + "/banner.svg?" + query
             for line in ("[url=%s][img]%s[/img][/url]" % (link, banner),
                          "[![[2001:db8::1]:27790](%s)](%s)" % (banner, link),
