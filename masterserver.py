@@ -2131,12 +2131,13 @@ class Limiter:
 class Refused(Exception):
     """Raised for a server that may not be listed. The text gives the reason.
 
-    `outcome` is a key of OUTCOMES (section 9)."""
+    `outcome` is a key of OUTCOMES (section 9), and `port` the announced port, 0 if it is not known.
+    Whoever called the protocol records both for /check."""
 
-    def __init__(self, outcome, reason):
-        """Take a key of OUTCOMES, and the reason in words."""
+    def __init__(self, outcome, reason, port=0):
         super().__init__(reason)
         self.outcome = outcome
+        self.port = port
 
 
 class Rules:
@@ -2156,7 +2157,6 @@ class Rules:
                             buckets are those of the uses that allow_surplus() names"""
 
     def __init__(self, settings):
-        """Create the limiters, and set their rates and all rules from Settings."""
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -2165,7 +2165,6 @@ class Rules:
         self.answer_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.country_file: Optional[CountryFile] = None     # the program sets it
-        self.country_trouble = ""       # why the last look-up failed that did
         self.read(settings)
 
     def read(self, settings):
@@ -2263,18 +2262,17 @@ class Rules:
                 return reason or "banned, no reason given"
         return ""
 
-    def check_source_limit(self, counts, source, participle):
-        """Raise Refused if this source has as many servers as it may have.
-
-        `counts` has the number of servers by the keys of source_keys(). `participle`, "listed" or
-        "queried", says in the reason what is counted."""
-        for key, limit in source_limits(source, self.max_servers_per_source):
-            if counts.get(key, 0) < limit or self.exempts(source):
-                continue
-            _, is_network, prefix_bits = key.partition("/")
-            unit = "/%s network" % prefix_bits if is_network else "address"
-            raise Refused("limit", "at most %d servers of one %s are %s"
-                          % (limit, unit, participle))
+    def check_source_limit(self, shares, source):
+        """Raise Refused if this source has as many servers in these Shares as it may have."""
+        full = shares.full(source, self.max_servers_per_source)
+        if not full or self.exempts(source):
+            return
+        _, is_network, prefix_bits = full.partition("/")
+        limit = self.max_servers_per_source
+        if prefix_bits == "48":
+            limit *= SITE_SOURCES
+        raise Refused("limit", "at most %d servers of one %s are listed" % (
+            limit, "/%s network" % prefix_bits if is_network else "address"))
 
     def operator_marks(self, endpoint):
         """Return the operator's marks for the server at an (address, port).
@@ -2303,13 +2301,15 @@ class Rules:
 
 # The ways in which a master can verify that a server is there
 VERIFICATIONS = "handshake", "query", "connection", "self-reported", "another list"
-NO_DETAILS = {}
+NO_DETAILS: Mapping[str, Any] = {}
 
 
 class Server:
     """One listed server. Its identity is (game, address, port). The other attributes have the
     values that it announced last, and what this master knows about it.
 
+    room         the id of the room (section 7) that knows its protocol; "" for the other games,
+                 which announce themselves by POST /announce
     source       the address that its packets come from; behind a router it differs from `address`
     first_seen, last_seen   seconds of the monotonic clock
     lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
@@ -2324,12 +2324,7 @@ class Server:
     official, priority      the operator's marks
     country      where it is, two letters in lower case; "" if that is not known
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
-    flavor       Hyperbol's: 0 is unofficial
-    luanti_announcement     what a Luanti server has announced, as Luanti's list has it
-    ddnet_registration      what a DDNet server has registered; see read_ddnet_registration()
-    aio_published_name      the name that an AIO server has published, with its counter of players
-    zone_owner   the announcer that a SubSpace zone belongs to, as texts; see ZoneOwner
-    sender       the address and UDP port that an Iceball server announces from
+    private      what only its room knows of it, by name; see Private (section 7)
     fingerprints of the packets that say nothing new about it; see Registry.by_fingerprint
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
@@ -2339,24 +2334,23 @@ class Server:
     """
 
     __slots__ = (
-        "game", "address", "port", "name", "mode", "map", "version", "players", "max_players",
-        "playing", "description", "official", "priority", "flavor", "verified", "confirmed",
-        "pinned", "responding", "ping_ms", "details", "source", "first_seen", "last_seen",
-        "lifetime", "rank", "entry_cache", "aio_published_name", "luanti_announcement",
-        "zone_owner", "ddnet_registration", "country", "fingerprints", "sender", "master",
+        "game", "address", "port", "room", "name", "mode", "map", "version", "players",
+        "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
+        "pinned", "responding", "ping_ms", "details", "private", "source", "first_seen",
+        "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints", "master",
         "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
-                 version="", players=0, max_players=0, verified="self-reported", *, description="",
-                 playing=None, flavor=0, responding=True, ping_ms=None, details=NO_DETAILS,
-                 aio_published_name="", luanti_announcement=NO_DETAILS, zone_owner=NO_DETAILS,
-                 ddnet_registration=NO_DETAILS, found_at=""):
+                 version="", players=0, max_players=0, verified="self-reported", *, room="",
+                 description="", playing=None, responding=True, ping_ms=None, details=NO_DETAILS,
+                 private=NO_DETAILS, found_at=""):
         """Describe a server that has just been heard from. `now` becomes first_seen and last_seen.
         The class lists the other parameters, which are attributes of the same names; those without
         a parameter get the values that a new server has."""
         self.game = game
         self.address = address
         self.port = port
+        self.room = room
         self.source = source
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
@@ -2369,14 +2363,10 @@ class Server:
         self.playing = playing
         self.description = description
         self.details = details
-        self.flavor = flavor
+        self.private = private
         self.verified = verified
         self.responding = responding
         self.ping_ms = ping_ms
-        self.aio_published_name = aio_published_name
-        self.luanti_announcement = luanti_announcement
-        self.zone_owner = zone_owner
-        self.ddnet_registration = ddnet_registration
         self.found_at = found_at
         self.official = False
         self.priority = 0
@@ -2384,7 +2374,6 @@ class Server:
         self.confirmed = True
         self.pinned = False
         self.master = ""
-        self.sender = None
         self.fingerprints = ()
         self.rank = None
         self.entry_cache = None
@@ -2421,7 +2410,7 @@ class Census(NamedTuple):
     playing: int = 0
 
 
-def census_of(servers):
+def census_of(servers, now):
     """Return the Census of each game of these servers, by game.
 
     If a server does not say how many of its players are playing, all of them count."""
@@ -2444,130 +2433,62 @@ class PacketOutcome(NamedTuple):
     detail: str
 
 
-class PacketOutcomes:
-    """The outcomes of the last packets, by source, protocol and announced port.
-
-    At most OUTCOMES_PER_SOURCE are kept for one source, and OUTCOMES_KEPT in total. If there are
-    more, those of the source that has been silent for longest are dropped. At most OUTCOMES_PER_S
-    are added in a second."""
-
-    def __init__(self):
-        """Begin without any outcomes."""
-        # By source_key(), and then by (source, protocol, port). The latest outcomes are at the end
-        self.by_source = collections.OrderedDict()
-        self.total = 0
-        self.second_ends = 0.0          # when the present second ends
-        self.this_second = 0            # the number of outcomes added in it
-
-    def add(self, packet, outcome, now, detail):
-        """Remember the outcome of a packet, unless there were too many in this second.
-
-        `packet` is (source, protocol, announced port)."""
-        if not self.has_room_in_this_second(now):
-            return
-        source, _, _ = packet
-        shared_key = source_key(source)
-        outcomes = self.by_source.get(shared_key)
-        if outcomes is None:
-            outcomes = self.by_source[shared_key] = collections.OrderedDict()
-        else:
-            self.by_source.move_to_end(shared_key)
-        self.total -= len(outcomes)
-        record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
-        keep_latest(outcomes, packet, record, OUTCOMES_PER_SOURCE)
-        self.total += len(outcomes)
-        while self.total > OUTCOMES_KEPT:
-            _, oldest = self.by_source.popitem(last=False)
-            self.total -= len(oldest)
-
-    def has_room_in_this_second(self, now):
-        """Count another outcome for this second. Return False if there are too many."""
-        if now >= self.second_ends:
-            self.second_ends = now + 1.0
-            self.this_second = 0
-        if self.this_second >= OUTCOMES_PER_S:
-            return False
-        self.this_second += 1
-        return True
-
-    def get(self, source, protocol, port):
-        """Return the last PacketOutcome of this source, protocol and port, or None."""
-        return self.by_source.get(source_key(source), {}).get((source, protocol, port))
-
-    def __iter__(self):
-        """Yield (source, protocol, port, PacketOutcome) for each packet.
-
-        The source that has been silent for longest comes first."""
-        for outcomes in self.by_source.values():
-            for (source, protocol, port), record in outcomes.items():
-                yield source, protocol, port, record
-
-
-class Subscription(NamedTuple):
-    """A function that the registry calls when listed servers change."""
-
-    call: Callable[[str, Server], Any]
-    game: str                           # "" for every game
-    events: Sequence[str]
-    every_master: bool                  # also for servers that other masters have heard
-
-
 class Registry:
     """The listed servers by identity, and a generation number that grows with each change.
 
     A server that this master has heard is one of its own. Servers that only other masters have
     heard are listed too, but protocols do not deal with them: only Cluster adds, changes and
-    removes them."""
+    removes them.
+
+    `changes` notes what was "listed", has "changed" or is "gone", as pairs of that word and the
+    Server. The program hands it to everybody who wants to know once a second, and empties it."""
 
     master = ""                         # this master's name among several
 
     def __init__(self, rules):
-        """Begin with an empty list, to which the Rules apply."""
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
         # The titles of games that the program does not know, as their servers give them, and the
         # source of the server that gave each title. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
-        # The number of this master's servers by the keys of source_keys(): of those that announced
-        # themselves or that the ini names, and of those that were found in other lists
-        self.sources = collections.defaultdict(int)
-        self.found_sources = collections.defaultdict(int)
+        # This master's servers by source: those that announced themselves or that the ini names,
+        # and those that were found in other lists. The latter are counted apart, so that they do
+        # not keep out one of the same source that announces itself
+        self.own = Shares()
+        self.found = Shares()
         self.total = 0
         self.generation = 0
-        self.subscriptions = []
+        self.changes = []
         self.altered = set()                # keys of this master's servers that are to be saved
         # Nothing could be received before this time, so the silence of a server before it does not
         # count
         self.silence_counts_from = -math.inf
         # The servers by the fingerprints of packets that only repeat what is known. One look-up
-        # recognizes such a packet, and it need not be parsed. A server's fingerprints are forgotten
-        # when anything about the server changes
+        # recognizes such a packet before any limit holds, and it need not be parsed. So a flood in
+        # the name of a server does not remove it. A server's fingerprints are forgotten when
+        # anything about the server changes
         self.by_fingerprint = {}
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
-        self.outcomes = PacketOutcomes()
+        # PacketOutcomes by source, protocol and announced port
+        self.outcomes = Turns(OUTCOMES_KEPT)
+        self.outcome_limiter = Limiter((OUTCOMES_PER_S, OUTCOMES_PER_S))
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
-
-    def subscribe(self, call, game="", events=("listed", "changed", "gone"), every_master=False):
-        """Call `call(event, server)` on each of these events from now on.
-
-        `game` limits the calls to servers of one game; "" means all games. Servers of other masters
-        are included only if `every_master` is true."""
-        self.subscriptions.append(Subscription(call, game, events, every_master))
 
     def get(self, game, address, port):
         """Return the listed server with this identity, or None."""
         return self.games.get(game, {}).get((address, port))
 
+    def has(self, server):
+        """Is this Server still in the list?"""
+        return self.get(*server.key) is server
+
     def servers(self, game=""):
         """Return a new list of all servers, or those of a game, in the order of ranking()."""
-        if game:
-            tables = [self.games.get(game, {})]
-        else:
-            tables = list(self.games.values())
+        tables = [self.games.get(game, {})] if game else self.games.values()
         servers = []
         for table in tables:
-            servers += list(table.values())
+            servers += table.values()
         servers.sort(key=ranking)
         return servers
 
@@ -2607,20 +2528,17 @@ class Registry:
             self.check_admission(
                 key, source, fields.get("name"), pinned, fields.get("found_at", ""))
             if server is not None:
-                # The other master's server is replaced by our own. Subscribers are not told that it
-                # was gone, because players saw it all the time
+                # The other master's server is replaced by our own. Nobody is told that it was
+                # gone, because players saw it all the time
                 self.detach(server)
-            server = Server(game, address, port, source, now, lifetime, **fields)
-            server.pinned = pinned
-            self.insert(server)
-            return server
+            new = Server(game, address, port, source, now, lifetime, **clamp_players(fields))
+            new.pinned = pinned
+            self.insert(new)
+            return new
         self.check_rules(source, address, port, fields.get("name"))
-        if server.source != source:
-            self.count_source(server, -1)
-            server.source = source
-            self.count_source(server, 1)
         server.last_seen, server.lifetime = now, lifetime
-        self.update(server, {"found_at": "", **fields, "confirmed": True, "pinned": pinned})
+        self.update(server, {"found_at": "", **fields, "source": source, "confirmed": True,
+                             "pinned": pinned})
         return server
 
     def check_admission(self, key, source, name=None, pinned=False, found_at=""):
@@ -2629,7 +2547,7 @@ class Registry:
         `name` is None if the name is not known yet. Limits do not hold for a `pinned` server, which
         the ini names. `found_at` is as in Server."""
         game, address, port = key
-        if not 0 < port <= 65535:
+        if not 0 < port <= MAX_PORT:
             raise Refused("bad packet", "port %d cannot be listed" % port)
         if not self.can_be_listed(source, address):
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
@@ -2639,14 +2557,7 @@ class Registry:
         # A server that another master has listed takes no further room if it is listed here too
         if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
             raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
-        self.rules.check_source_limit(self.source_counts(found_at), source, "listed")
-
-    def source_counts(self, found_at):
-        """Return the table that counts a server by its sources. `found_at` is as in Server.
-
-        Servers that were found in other lists are counted apart, so that they do not keep out one
-        of the same source that announces itself."""
-        return self.found_sources if found_at else self.sources
+        self.rules.check_source_limit(self.found if found_at else self.own, source)
 
     @staticmethod
     def can_be_listed(source, address):
@@ -2671,9 +2582,7 @@ class Registry:
         """Raise Refused if the name matches a pattern that the operator refuses.
 
         The address and port of the server, which replace a missing name, are always allowed."""
-        if not name or not self.rules.refuse_names:
-            return
-        if name == endpoint_text(address, port):
+        if not name or not self.rules.refuse_names or name == endpoint_text(address, port):
             return
         for pattern in self.rules.refuse_names:
             if pattern.search(name):
@@ -2685,7 +2594,7 @@ class Registry:
         server.official, server.priority = self.rules.operator_marks(endpoint)
         server.country = self.rules.country(server.address, server.port)
         self.games[server.game][endpoint] = server
-        self.count_source(server, 1)
+        self.count(server, 1)
         self.total += 1
         self.changed("listed", server)
 
@@ -2699,22 +2608,18 @@ class Registry:
         """Set attributes of a server, given by name.
 
         If all of them have the same values as before, cached lists stay valid."""
-        max_players = fields.get("max_players", server.max_players) or PLAYERS_MAX
-        if fields.get("players", 0) > max_players:
-            fields = {**fields, "players": max_players}
-        # Then the server moves to the other table of source_counts()
-        changes_table = fields.get("found_at", server.found_at) != server.found_at
-        if changes_table:
-            self.count_source(server, -1)
-        has_changed = False
+        fields = clamp_players(fields, server.players, server.max_players, server.playing)
+        changed = {}
         for name, value in fields.items():
             if getattr(server, name) != value:
-                setattr(server, name, value)
-                has_changed = True
-        if changes_table:
-            self.count_source(server, 1)
-        if has_changed:
-            self.changed("changed", server)
+                changed[name] = value
+        if not changed:
+            return
+        self.count(server, -1)
+        for name, value in changed.items():
+            setattr(server, name, value)
+        self.count(server, 1)
+        self.changed("changed", server)
 
     def remove_own(self, server):
         """Remove a server from the list, if this master has heard it.
@@ -2727,7 +2632,7 @@ class Registry:
         """Remove a server from the list, whichever master has heard it.
 
         Do nothing if it is None, or has been removed already."""
-        if server is None or self.get(*server.key) is not server:
+        if server is None or not self.has(server):
             return
         self.detach(server)
         is_last_of_game = not self.games[server.game]
@@ -2738,55 +2643,35 @@ class Registry:
         self.changed("gone", server)
 
     def detach(self, server):
-        """Remove a server from all tables, without a call to subscribers."""
+        """Remove a server from all tables, without noting that as a change."""
         del self.games[server.game][server.address, server.port]
-        self.count_source(server, -1)
+        self.count(server, -1)
         self.total -= 1
         self.forget_fingerprints_of(server)
 
-    def count_source(self, server, difference):
-        """Add `difference`, 1 or -1, to the number of this master's servers at the server's source.
-
-        Servers of other masters are not counted."""
-        if server.master:
-            return
-        counts = self.source_counts(server.found_at)
-        for key in source_keys(server.source):
-            counts[key] += difference
-            if not counts[key]:
-                del counts[key]
+    def count(self, server, difference):
+        """Add 1 or -1 to the servers of a server's source, if this master has heard it."""
+        if not server.master:
+            shares = self.found if server.found_at else self.own
+            shares.take(server.source, difference)
 
     def changed(self, event, server):
         """Do what follows from every change of a server.
 
         The generation grows, everything cached for the server is dropped, the server is marked for
-        the disk, and subscribers are called. `event` is "listed", "changed" or "gone"."""
-        if event != "gone":
-            self.clamp_players(server)
+        the disk, and the change is noted. `event` is "listed", "changed" or "gone"."""
         self.generation += 1
         server.rank = server.entry_cache = None
         self.forget_fingerprints_of(server)
         if not server.master and len(self.altered) < ALTERED_SERVERS:
             self.altered.add(server.key)
-        for call, game, events, every_master in self.subscriptions:
-            if event in events and game in ("", server.game):
-                if every_master or not server.master:
-                    call(event, server)
-
-    @staticmethod
-    def clamp_players(server):
-        """Limit the numbers of players to the maximum that the server has announced."""
-        server.players = clamp(server.players, server.max_players or PLAYERS_MAX)
-        if server.playing is not None:
-            server.playing = clamp(server.playing, server.players)
-
-    def set_fingerprint(self, server, fingerprint):
-        """Set the one fingerprint of those packets that tell nothing new about the server."""
-        self.forget_fingerprints_of(server)
-        self.add_fingerprint(server, fingerprint)
+        self.changes.append((event, server))
 
     def add_fingerprint(self, server, fingerprint):
-        """Add a fingerprint of packets that tell nothing new about the server."""
+        """Add the fingerprint of packets that tell nothing new about the server.
+
+        For datagrams it is hash((data, peer)). Among a million servers, two fingerprints are the
+        same once in 40 million cases."""
         server.fingerprints += (fingerprint,)
         self.by_fingerprint[fingerprint] = server
 
@@ -2796,11 +2681,12 @@ class Registry:
             self.by_fingerprint.pop(fingerprint, None)
         server.fingerprints = ()
 
-    def forget_fingerprints(self):
-        """Forget all fingerprints, so that the next packet of every server is parsed."""
-        for server in self.by_fingerprint.values():
-            server.fingerprints = ()
-        self.by_fingerprint.clear()
+    def forget_fingerprints(self, room=""):
+        """Forget all fingerprints, or those of a room's servers, so that the next packet of each
+        server is parsed."""
+        for server in list(self.by_fingerprint.values()):
+            if not room or server.room == room:
+                self.forget_fingerprints_of(server)
 
     def set_game_title(self, server, title):
         """Give the server's game a title, unless an earlier server has given it one."""
@@ -2897,7 +2783,21 @@ class Registry:
 
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
-        self.outcomes.add((source, protocol, port), outcome, now, detail)
+        if self.outcome_limiter.allow("", now):
+            record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
+            self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
+
+
+def clamp_players(fields, players=0, max_players=0, playing=None):
+    """Return these attributes of Server, with the numbers of players limited to the maximum.
+
+    The other parameters are the present values of those that `fields` may lack."""
+    maximum = fields.get("max_players", max_players) or PLAYERS_MAX
+    players = clamp(fields.get("players", players), maximum)
+    playing = fields.get("playing", playing)
+    if playing is not None:
+        playing = clamp(playing, players)
+    return {**fields, "players": players, "playing": playing}
 
 
 def cached_entries(servers, list_name, render):
@@ -2917,6 +2817,29 @@ def cached_entries(servers, list_name, render):
     return entries
 
 
+def any_server(server):
+    return True
+
+
+def concatenated(entries, now):
+    return b"".join(entries)
+
+
+class ServerList(NamedTuple):
+    """A list: the entry of a server, which servers it has, and how the entries are joined.
+
+    An entry is kept until its server changes. join(entries, now) is called at most once a second;
+    the entries are sorted by ranking()."""
+
+    entry: Callable[[Server], Any]
+    wanted: Callable[[Server], bool] = any_server
+    join: Callable[[Sequence[Any], float], Any] = concatenated
+
+    def render(self, servers, now):
+        wanted = [server for server in servers if self.wanted(server)]
+        return self.join(cached_entries(wanted, self.entry, self.entry), now)
+
+
 class RenderedList:
     """A list that is rendered rarely and served often.
 
@@ -2926,8 +2849,8 @@ class RenderedList:
     def __init__(self, registry, game, render, for_clients=True):
         """Prepare the list of a game, or of all games if `game` is "".
 
-        `render(servers)` returns the rendered list. It is not called before get() is. It is given
-        all servers or, if the list is `for_clients`, those of Registry.for_clients()."""
+        `render(servers, now)` returns the rendered list. It is not called before get() is. It is
+        given all servers or, if the list is `for_clients`, those of Registry.for_clients()."""
         self.registry = registry
         self.game = game
         self.render = render
@@ -2943,7 +2866,7 @@ class RenderedList:
             servers = registry.servers(self.game)
             if self.for_clients:
                 servers = registry.for_clients(servers)
-            self.rendered = self.render(servers)
+            self.rendered = self.render(servers, now)
             self.generation = registry.generation
             self.due = now + min(RENDER_S, RENDER_SERVER_S * len(servers))
         return self.rendered
@@ -3893,47 +3816,39 @@ class SavedList:
 # ================================================================================================
 # 7  Protocols
 #
-# Each game is one class or two, with real bytes of its protocol in the docstring. A protocol is
-# given bytes, the peer that sent them and the time, and returns bytes. It lists servers in the
-# registry, and raises Malformed for bytes that are not in its document. "The document" is the
-# game's own description of the protocol; the docstring of the class gives its title. If the
-# document leaves something open, the class does the same as deployed programs.
+# First what the games share: ports, sessions, the form of a game, the poller. Then a room for each
+# game, with real bytes of its protocol. A protocol is given bytes, the peer that sent them and the
+# time, and returns bytes. "The document" is the game's own description of the protocol; the
+# docstring of the room gives its title. If the document leaves something open, the room does the
+# same as deployed programs. README.md shows how to add a game.
 # ================================================================================================
 
 class UdpProtocol:
     """The base class of a protocol on one UDP port.
 
-    Replies are a list of (datagram, peer) pairs, which the event loop sends."""
+    Replies are a list of (datagram, peer) pairs, which the event loop sends. If datagram() raises
+    Malformed or Refused, the event loop counts that and records it for /check."""
 
-    # The id of the game in the registry. It is "" if the protocol has several games; then serves()
-    # is overridden
+    # The id of the game for /check, "" if it has none
     game = ""
     # True if the game's lists cannot hold IPv6 addresses. The protocol then gets IPv4 sockets only
     ipv4_only = True
     # A longer datagram is truncated to this length
     datagram_bytes = MAX_DATAGRAM_BYTES
+    # True if listed servers announce themselves here. A datagram whose fingerprint the registry
+    # knows then refreshes its server, and is answered by repeat_answer() instead of datagram()
+    has_repeats = False
 
-    def answer_repeats(self, data: Sequence[bytes], peers: Sequence[Peer],
-                       now: float) -> Sequence[Optional[bytes]]:
-        """Answer those datagrams of a batch in which a listed server only repeats itself.
-
-        `data` has the datagrams and `peers` has the sender of each. Return a list of the same
-        length: the answer to each datagram, or None if datagram() has to read it. The repetitions
-        of a batch count as if they had arrived before its other datagrams."""
-        return [None] * len(data)
+    def repeat_answer(self, data: bytes) -> bytes:
+        """Return the answer to an announcement that says nothing new, or b""."""
+        return b""
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         """Read one datagram and return the replies.
 
-        Raise Malformed if the protocol has no such datagram, and Limited if a limit forbids an
-        answer."""
+        Raise Malformed if the protocol has no such datagram, Refused if its server may not be
+        listed, and Limited if a limit forbids an answer."""
         raise NotImplementedError
-
-    def serves(self, server: Server) -> bool:
-        """Return whether this server announces itself here.
-
-        The master asks this for servers that were listed before a restart."""
-        return server.game == self.game
 
     def tick(self, now: float) -> Replies:
         """Do the work of each second and return the datagrams to send.
@@ -3948,8 +3863,11 @@ class UdpProtocol:
 class Session:
     """One TCP connection.
 
-    The bytes that a method returns are sent to the peer, those of each call in one piece."""
+    The bytes that a method returns are sent to the peer, those of each call in one piece. If a
+    method raises Malformed, the connection is closed."""
 
+    # The id of the game for /check, "" if it has none
+    game = ""
     # True if the session will send nothing more. The connection is closed when all is sent
     done = False
     # Received bytes that have not been answered yet
@@ -3971,8 +3889,7 @@ class Session:
         """Add received bytes to `buffer`, and return the answer to the first message in it.
 
         Return b"" if the message is not complete yet. Only one message is answered; after the
-        answer has been sent, this method is called again with b"", for the next message. Raise
-        Malformed if the bytes do not follow the protocol."""
+        answer has been sent, this method is called again with b"", for the next message."""
         return b""
 
     def ended(self, now: float) -> bytes:
@@ -4001,7 +3918,6 @@ class TcpProtocol:
     """The base class of a protocol on one TCP port: it creates a session for each connection."""
 
     # As in UdpProtocol
-    game = ""
     ipv4_only = False
     # False if clients send first. Their first bytes are then read as soon as they connect
     speaks_first = True
@@ -4024,52 +3940,11 @@ class TcpProtocol:
         As in refusal(), it has `done` set."""
         return self.refusal(address, now)
 
-    def serves(self, server: Server) -> bool:
-        """Return whether this server announces itself here; see UdpProtocol.serves()."""
-        return server.game == self.game
-
     def tick(self, now: float) -> None:
         """Do the work of each second."""
 
     def read(self, settings: Settings) -> None:
         """Read the settings, at the start and after a reload."""
-
-
-class Core(NamedTuple):
-    """The parts of the master that every protocol is given when it is created."""
-
-    settings: Settings
-    registry: Registry
-    poller: Poller
-    # resolve(host, done, source, like="") lets another thread look up the address of a host name,
-    # and returns at once. When the address is known, the event loop calls done(address, now). The
-    # address is "" if the host has none. `source` is the address of the client that named the host,
-    # or "" if the ini names it. If a host has several addresses, `like` is preferred, and after
-    # that an address of the same family as `like`. resolve() raises Refused if too many look-ups
-    # for clients are waiting
-    resolve: Callable[..., None]
-    # The games whose servers may be announced by POST /announce, by their ids
-    http_announcers: Dict[str, PolledGame]
-    # The protocols to which routes hand their requests, by the ids of the games; only DDNet's
-    http_games: Dict[str, Any]
-    # send(data, (address, port)) sends a datagram at once, from the poller's port
-    send: Callable[[bytes, Tuple[str, int]], None]
-    # None if nothing is stored. Only jobs of the disk thread may use it
-    database: Optional[Database] = None
-    # Counts of the packets that each protocol has received and sent, by its name
-    tallies: Mapping[str, Tally] = {}
-    # The parts of the program that do not work, with the reasons; empty if all of them work
-    health: Mapping[str, str] = {}
-    # The open ports; each has .protocol, .transport, .host and .port
-    listeners: Sequence[Any] = ()
-    # Other measured values for /metrics, by their names
-    gauges: Mapping[str, float] = {}
-    # Returns the hourly player counts of the last day, by server
-    hourly_players: Callable[[], Mapping[Key, Sequence[Optional[int]]]] = dict
-    # The state of the link to other masters; empty if there is no link
-    cluster: Mapping[str, Any] = {}
-    # The state of each list of another master that the ini names, by Upstream.label
-    upstream: Mapping[str, UpstreamState] = {}
 
 
 class UpstreamState(NamedTuple):
@@ -4079,6 +3954,555 @@ class UpstreamState(NamedTuple):
     addresses: int                      # the addresses that it brought
     listed: int                         # the servers that are listed because of this list
     trouble: str                        # why the last fetch failed; "" if it did not
+
+
+# --- The form of a game --------------------------------------------------------------------------
+
+class Form:
+    """A packet of a fixed form, which is read and written by one layout.
+
+    `layout` is that of struct, `names` are its fields. `texts` has those that are texts, with the
+    longest one in bytes that is written; a text that is read ends with a NUL or fills its field.
+    `fixed` values are the same in every packet; a packet with another one is Malformed."""
+
+    def __init__(self, layout, names, texts=NO_DETAILS, encoding="utf-8", **fixed):
+        self.struct = struct.Struct(layout)
+        self.size = self.struct.size
+        self.fields = collections.namedtuple("fields", names)
+        self.texts = texts
+        self.encoding = encoding
+        self.fixed = fixed
+
+    def read(self, data):
+        """Return the fields at the beginning of the data, by name. Raise Malformed."""
+        if len(data) < self.size:
+            raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
+        fields = self.fields._make(self.struct.unpack_from(data))
+        for name, value in self.fixed.items():
+            if getattr(fields, name) != value:
+                raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
+        if not self.texts:
+            return fields
+        texts = {}
+        for name in self.texts:
+            texts[name] = decode_legacy(c_string(getattr(fields, name)))
+        return fields._replace(**texts)
+
+    def read_whole(self, data):
+        """Return the fields of a packet that nothing follows. Raise Malformed."""
+        if len(data) > self.size:
+            raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
+        return self.read(data)
+
+    def read_all(self, data):
+        """Return the fields of each complete packet in the data."""
+        last = len(data) - self.size
+        return [self.read(data[at:at + self.size]) for at in range(0, last + 1, self.size)]
+
+    def write(self, **values):
+        """Return the packet with these values; a number without one is 0, a text is empty."""
+        ordered = []
+        for name in self.fields._fields:
+            value = values.get(name, self.fixed.get(name, 0))
+            if name in self.texts:
+                value = text_field(value or "", self.texts[name], self.encoding)
+            ordered.append(value)
+        return self.struct.pack(*ordered)
+
+
+def text_field(text, max_bytes, encoding="utf-8"):
+    """Encode a text and cut it to at most `max_bytes` bytes, but never within a character.
+
+    Characters that the encoding lacks become "?"."""
+    cut = text.encode(encoding, "replace")[:max_bytes]
+    return cut.decode(encoding, "ignore").encode(encoding)
+
+
+class Port(NamedTuple):
+    """A port of a room: the one in the setting GAME.port, and `offset` more."""
+
+    transport: str                              # "udp" or "tcp"
+    offset: int = 0
+    make: Callable[[Any], Any] = lambda room: room      # the protocol on it, made from the room
+
+
+class Private(NamedTuple):
+    """A private attribute of a room's servers, in Server.private by its name.
+
+    `read` checks the stored form, a value of JSON that comes from the disk or from another master.
+    It returns the value, and raises Malformed or Refused if it is wrong. Without `read` the
+    attribute is not stored."""
+
+    default: Any
+    read: Optional[Callable[[Any], Any]] = None
+
+
+def is_ipv4(server):
+    """Can a list for players with four bytes an address have this server?"""
+    return server.responding and ":" not in server.address
+
+
+class Route(NamedTuple):
+    """A path of the web server that answers with a list."""
+
+    list: str                                   # a name in lists()
+    media_type: str
+    of_any_game: bool = False                   # whether ?game= and other filters may follow
+
+
+class Contact(NamedTuple):
+    """A line that somebody who runs a game server can copy, to have the server listed here.
+
+    It belongs in the settings of the game server, or is a command to run beside it."""
+
+    reader: str                         # whom the line is for, and the file in which it belongs
+    line: str                           # a %-template with the values host, port, game and page
+
+
+ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
+
+
+class Send(NamedTuple):
+    """A step of a conversation, which is a generator: what to send, and how long to wait.
+
+    The generator gets what has come: by UDP a datagram, by TCP some bytes (b"" at the end of the
+    connection), by HTTP an HttpAnswer, or None after `wait_s`. Without `wait_s` the present wait
+    goes on. A conversation lasts as long as its connection. If that fails, the caller begins
+    another conversation after a pause, which grows from 1 to 60 s."""
+
+    data: bytes = b""                           # by UDP one datagram
+    wait_s: Optional[float] = None
+    path: str = ""                              # by HTTP; a POST if there are data
+    state: str = ""                             # for the log and `failure`; "" leaves it as it is
+    accepted: bool = False                      # whether the master has said that it lists us
+
+
+class HttpAnswer(NamedTuple):
+    """The answer to a request by HTTP."""
+
+    status: int
+    body: bytes
+
+
+# A refused server is announced again after this time, as Iceball's game servers do
+REFUSED_S = 1800.0
+
+
+class MasterRefused(Exception):
+    """Ends a conversation: the master does not list this server. The text gives its reason."""
+
+    def __init__(self, reason, again_after_s=REFUSED_S):
+        super().__init__("refused: " + reason)
+        self.again_after_s = again_after_s
+
+
+# The longest list of another master, in servers, in bytes, and in the time that it may take. A
+# master lists 50,000 servers by default, which are 20 MB in their longest form. A megabit a second
+# is enough for Luanti's list, which has 3 MB
+LIST_SERVERS = 65536
+LIST_BYTES = 24 << 20
+LIST_S = 30.0
+
+
+def received_bytes(size, wait_s):
+    """Wait for so many bytes, as a part of a conversation by TCP. Return all that have come."""
+    received = b""
+    data = yield Send(wait_s=wait_s)
+    while data:
+        received += data
+        if len(received) >= size:
+            return received
+        data = yield Send()
+    raise Malformed("%d bytes came instead of %d" % (len(received), size))
+
+
+def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
+    """Send a question, as a part of a conversation by TCP. Return all bytes that come until
+    is_complete(bytes) is true, or until the other side closes the connection."""
+    received = bytearray()
+    data = yield Send(question, wait_s)
+    while data:
+        received += data
+        if len(received) > most_bytes:
+            raise Malformed("more than %d bytes" % most_bytes)
+        if is_complete(received):
+            return bytes(received)
+        data = yield Send()
+    if data is None:
+        raise TimeoutError("it was not complete within %g s" % wait_s)
+    return bytes(received)
+
+
+def received_until_closed(question, most_bytes=LIST_BYTES):
+    """Send a question, as a part of a conversation by TCP. Return all bytes that come before the
+    other side closes the connection."""
+    received = yield from received_until(lambda data: False, question, most_bytes)
+    return received
+
+
+# A value in a list in JSON may have this length. The longest entries are DDNet's, with 100 kB
+JSON_VALUE_CHARACTERS = 1 << 17
+JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
+JSON_DECODER = json.JSONDecoder()
+# More blanks in a row are an error, because one call that skips megabytes takes too long
+JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
+
+
+def json_array(text, name):
+    """Yield the values of the array that the JSON object in this text has as its member `name`.
+
+    Raise ValueError if there is none among the first JSON_MEMBERS members, or if it has more than
+    LIST_SERVERS values. What follows the array is not read."""
+    position = after_mark(text, 0, "{")
+    for _ in range(JSON_MEMBERS):
+        member, position = json_value(text, position)
+        position = after_mark(text, position, ":")
+        if member == name:
+            yield from json_elements(text, position)
+            return
+        _, position = json_value(text, position)
+        position = after_mark(text, position, ",")
+    raise ValueError("more than %d members" % JSON_MEMBERS)
+
+
+def json_elements(text, position):
+    """Yield the values of the JSON array that begins at this position in a text.
+
+    Raise ValueError if it is not an array, or if it has more than LIST_SERVERS values."""
+    position = after_mark(text, position, "[")
+    count = 0
+    mark, _ = next_mark(text, position)
+    while mark != "]":
+        value, position = json_value(text, position)
+        yield value
+        count += 1
+        if count > LIST_SERVERS:
+            raise ValueError("more than %d servers" % LIST_SERVERS)
+        mark, after_comma = next_mark(text, position)
+        if mark not in ("]", ","):
+            raise ValueError("no comma at character %d" % position)
+        position = after_comma
+
+
+def json_value(text, position):
+    """Return the JSON value that begins at this position in a text, and the position after it.
+
+    Raise ValueError if there is none, or if it is longer than JSON_VALUE_CHARACTERS."""
+    start = after_blanks(text, position)
+    value, length = JSON_DECODER.raw_decode(text[start:start + JSON_VALUE_CHARACTERS])
+    return value, start + length
+
+
+def next_mark(text, position):
+    """Return the next character of a text that is not blank, and the position after it.
+
+    The character is "" at the end of the text."""
+    start = after_blanks(text, position)
+    return text[start:start + 1], start + 1
+
+
+def after_blanks(text, position):
+    """Return the position of the next character of a text that is not blank."""
+    blanks = JSON_BLANKS.match(text, position)
+    return blanks.end() if blanks else position         # it matches always, perhaps an empty text
+
+
+def after_mark(text, position, expected):
+    """Return the position after the next mark of a text. Raise ValueError if it is not the expected
+    one."""
+    mark, following = next_mark(text, position)
+    if mark != expected:
+        raise ValueError("no %s at character %d" % (expected, position))
+    return following
+
+
+def fetched_json(path, name):
+    """Fetch a list in JSON, as a part of a conversation by HTTP.
+
+    Return a generator of the values of its array `name`. It raises Malformed if there is none. It
+    decodes one value after the other: to decode megabytes in one call would stop all other threads
+    for that time, and with them the event loop."""
+    answer = yield Send(wait_s=LIST_S, path=path)
+    if answer is None:
+        raise TimeoutError("it was not complete within %g s" % LIST_S)
+    if answer.status != 200:
+        raise Malformed("%s: HTTP status %d" % (path, answer.status))
+
+    def values():
+        try:
+            yield from json_array(answer.body.decode(), name)
+        except (RecursionError, ValueError) as error:
+            raise Malformed("%s: %s" % (path, error_text(error))) from None
+
+    return values()
+
+
+def json_entry(entry, players, max_players):
+    """Return one server of a list in JSON as a dict with the keys that other games' lists have.
+
+    `players` and `max_players` name its members with these numbers. Raise Malformed."""
+    try:
+        server = {}
+        for name in ("address", "name", "mode", "map", "version"):
+            server[name] = clean(str(entry.get(name, "")))
+        server["port"] = int(entry["port"])
+        server["players"] = int(entry[players])
+        server["max_players"] = int(entry[max_players])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Malformed("an entry of the list: %r" % error) from None
+    return server
+
+
+# The attributes that a game server may be announced with besides its game and port
+ANNOUNCED_ATTRIBUTES = {
+    "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
+    "version": str, "description": str}
+RESPONSE_S = 20.0                   # for an HTTP response
+TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime outside these bounds makes no sense
+RETRY_MAX_S = 60.0                  # the longest pause after failures
+
+
+class Game:
+    """What a room says of its game, and the defaults. The tools make a room without a master.
+
+    A room is announced to, queries and lists its servers; the other sections ask it for nothing
+    but what stands here. `master` is the program: its attributes settings, registry, poller, rooms,
+    health and epoch, and its functions
+
+    resolve(host, done, source, like="")   Look up the address of a host name in another thread, and
+                call done(address, now) in the event loop; the address is "" if there is none.
+                `source` is the address of the client that named the host, or "" if the ini names
+                it. Of several addresses, `like` or one of its family is preferred. Raise Refused if
+                too many look-ups for clients are waiting
+    send(data, (address, port))     send a datagram at once, from the poller's port"""
+
+    game = title = ""
+    titles: Mapping[str, str] = {}              # of further ids in the registry
+    settings: Tuple[Setting, ...] = ()
+    ports: Tuple[Port, ...] = ()
+    switch = ""                                 # the setting that switches the game on and off
+    master_port = 27790                         # the usual port of its masters
+    contact: Optional[Contact] = None
+    private: Mapping[str, Private] = {}
+    routes: Mapping[str, Route] = {}            # by path; GET and HEAD
+    requests: Mapping[str, str] = {}            # the name of a method(request), by method and path
+    ipv4_list = False                           # its players' list cannot hold IPv6 addresses
+    announced_by_http = False                   # whether POST /announce takes its servers
+    announced_over = "http"                     # what announce() speaks: "udp", "tcp" or "http"
+    announce_offset = 0                         # from the master's port to that for announcements
+    dialects: Tuple[str, ...] = ()              # of announce() and fetch()
+    answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
+    offset = 0                                  # from the players' port to the one that is queried
+    fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
+    exported = ""                               # the list that `export` writes
+
+    def __init__(self, master=None):
+        self.master = master
+        self.rendered_lists: Dict[str, RenderedList] = {}
+        if master:
+            self.registry = master.registry
+            self.rules = master.registry.rules
+            self.poller = master.poller
+            game = "" if self.titles else self.game     # a family's servers are of several games
+            for name, chosen in self.lists().items():
+                self.rendered_lists[name] = RenderedList(self.registry, game, chosen.render)
+
+    def read(self, settings):
+        """Read the settings, at the start and after a reload."""
+
+    def is_on(self, settings):
+        """Do the settings switch the game on? Port 0 means any free port."""
+        value = settings[self.switch or self.game + ".port"]
+        return value is not None and value is not False
+
+    def tick(self, now):
+        """Do the work of each second. Return datagrams to send, with their peers."""
+        return []
+
+    def gone(self, server):
+        """Forget a server of this room that has left the list within the last second."""
+
+    def resume(self, server):
+        """Go on with a server of this room that was listed before a restart."""
+
+    # Lists
+
+    def lists(self):
+        """Return the lists of the game: ServerList objects by name."""
+        return {}
+
+    def rendered(self, name, now):
+        """Return a list. It is rendered once a second at most, for all who ask."""
+        return self.rendered_lists[name].get(now)
+
+    # Pages
+
+    def facts(self, server):
+        """Return further lines of the server's page: pairs of a heading and a text."""
+        return []
+
+    def player_names(self, server):
+        return []
+
+    # Announcements
+
+    def announced(self, source, port, fields, now):
+        """Take a POST /announce for the server at `source` and `port`. Raise Refused.
+
+        `fields` has the attributes of Server that it announces."""
+        raise NotImplementedError
+
+    def list_own(self, source, port, fields, now, lifetime, address=""):
+        """List or refresh a server that has proven its address, and record that for /check.
+
+        `fields` holds attributes of Server, `address` the address that it claims, or "". Return the
+        Server. Raise Refused if the rules or a limit forbid it."""
+        key = self.game, self.rules.listed_address(source, address), port
+        fields = {"room": self.game, **fields}
+        server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
+        self.record(source, port, "listed", now)
+        return server
+
+    def record(self, source, port, outcome, now, detail=""):
+        """Record for /check what became of the server at this address and port.
+
+        `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
+        self.registry.record_outcome(source, self.game, port, outcome, now, detail)
+
+    @classmethod
+    def restored(cls, stored):
+        """Return a server's private attributes, from their stored form, a dict. Raise Malformed."""
+        private = {}
+        for name, attribute in cls.private.items():
+            private[name] = attribute.default
+            if attribute.read and name in stored:
+                try:
+                    private[name] = attribute.read(stored[name])
+                except Refused as refused:
+                    raise Malformed("%s: %s" % (name, refused)) from None
+        return private
+
+    # What our own `announce` and `list` speak. This is POST /announce, the way of every game
+    # without an announcement of its own
+
+    def announce(self, server):
+        """Keep a server announced, in a conversation with a master. Raise MasterRefused."""
+        while True:
+            answer = yield Send(self.announcement(server), RESPONSE_S, "/announce")
+            lifetime_s = announced_lifetime(answer)
+            yield Send(wait_s=lifetime_s / 2, state="listed", accepted=True)
+
+    def announcement(self, server, **further):
+        fields = {"game": server.game, "port": server.port, **further}
+        for name in ANNOUNCED_ATTRIBUTES:
+            fields[name] = getattr(server, name)
+        return json.dumps(fields).encode()
+
+    def farewell(self, server):
+        """Return what is sent to the master at the end, or b""."""
+        return self.announcement(server, action="stop")
+
+    def check_announced(self, name, value):
+        """Raise ValueError if this value of an attribute cannot be announced."""
+
+    def fetch(self):
+        """Fetch the list of another master, in a conversation. Return its servers as dicts.
+
+        Each has at least address and port; the other members are for `list` to show. found() picks
+        what is listed here."""
+        raise NotImplementedError
+
+    def found(self, entry):
+        """Return the attributes of Server that an entry of fetch() gives and that the game server's
+        answers lack. Raise Refused if no server could have announced it."""
+        return NO_DETAILS
+
+
+def announced_lifetime(answer):
+    """Return the lifetime in seconds that a master grants in its HttpAnswer to POST /announce.
+
+    Raise MasterRefused if the master refuses the server, and OSError if the announcement failed for
+    a reason that may end soon."""
+    response, lifetime_s = {}, 0.0
+    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+        response = dict(json.loads(answer.body))
+        lifetime_s = float(response.get("ttl", 0))
+    if response.get("listed") is True:
+        # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
+        return min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
+    reason = str(response.get("reason", "HTTP status %d" % answer.status))
+    # 408 and 429 mean that the request came too slowly, or too soon after others
+    if 400 <= answer.status < 500 and answer.status not in (408, 429):
+        # The master's operator may lift the refusal at any time
+        raise MasterRefused(reason, again_after_s=RETRY_MAX_S)
+    raise OSError("not listed yet: " + reason)
+
+
+def json_number(low, high):
+    """Return a reader of a stored whole number, for Private."""
+    def read(value):
+        if type(value) is not int or not low <= value <= high:
+            raise Malformed("expected a number from %d to %d" % (low, high))
+        return value
+    return read
+
+
+class MessageSession(Session):
+    """A TCP connection with messages.
+
+    A room's session overrides size(), which says how long the first message in the buffer is, and
+    message(), which answers it. `idle_s` is how long the peer may be silent."""
+
+    message_bytes = 8192                # a longer message is malformed
+    idle_s = 0.0
+
+    def __init__(self, room, address, now):
+        self.room = room
+        self.game = room.game
+        self.registry = room.registry
+        self.rules = room.rules
+        self.address = address
+        # When the message in the buffer began to come or, if the buffer is empty, the last one came
+        self.message_began = now
+
+    def size(self, now):
+        """Return the bytes of the first message in the buffer, or None if it is not complete.
+
+        Raise Malformed if there is no such message."""
+        raise NotImplementedError
+
+    def message(self, message, now):
+        """Return the answer to a message, or b""."""
+        raise NotImplementedError
+
+    def receive(self, data, now):
+        if data and not self.buffer:
+            self.message_began = now
+        self.buffer += data
+        while self.buffer and not self.done:
+            size = self.size(now)
+            if size is None or size > len(self.buffer):
+                if len(self.buffer) > self.message_bytes:
+                    raise Malformed("a message of more than %d bytes" % self.message_bytes)
+                break
+            message, self.buffer = self.buffer[:size], self.buffer[size:]
+            if not self.rules.message_limiter.allow(self.address, now):
+                raise Malformed("too many messages from one address")
+            answer = self.message(message, now)
+            self.message_began = now
+            if answer:
+                return answer
+        return b""
+
+    def tick(self, now):
+        self.done = now >= self.message_began + self.idle_s
+        return b""
+
+    def rendered(self, name, now):
+        """Return a list of the room. Raise Malformed if this address asks too often."""
+        if not self.rules.request_limiter.allow(self.address, now):
+            raise Malformed("too many requests from one address")
+        return self.room.rendered(name, now)
 
 
 # --- Poller --------------------------------------------------------------------------------------
@@ -4122,111 +4546,54 @@ class FoundServer(NamedTuple):
     fields: Mapping[str, Any] = NO_DETAILS
 
 
+# Why a game server is queried: it has announced itself, the ini names it, or another list does
+ANNOUNCED, NAMED, FOUND = "announced", "named", "found"
+
+
 class Target:
-    """One game server that the poller queries."""
+    """One game server that the poller queries, and why.
 
-    # True if the ini names the server. It is then polled even if it never answers
-    pinned = False
-    # What another list says of it; None if the server has announced itself, or if the ini names it
+    room, address, port     the port is the one that players use; queries may go to another one
+    why           ANNOUNCED, NAMED (it is queried even if it never answers) or FOUND
+    announcement  attributes of Server that it has announced, which its next answer lists; None if
+                  no announcement waits for an answer
+    lifetime      for how long that announcement lists it, in seconds
+    found         the FoundServer, if it is FOUND
+    listed_as     the game under which it is listed; a Quake III server's answer names it
+    on_result     called as on_result(outcome, detail, now) with each key of OUTCOMES, or None
+    due           the time of the next query or, while a query is open, of giving it up
+    asked_at      when the open query was sent; None if no query is open
+    nonce         a number that the open query carries and its answer has to repeat
+    unanswered    the queries in the current poll that got no answer
+    missed        the polls in a row that got no answer
+    restarts      the polls that announcements have restarted since the last answer
+    trouble       why a datagram that came in this poll is not an answer, or ""
+    step          what the room keeps during a poll with several questions"""
+
+    announcement: Optional[Mapping[str, Any]] = None
+    lifetime = math.inf
     found: Optional[FoundServer] = None
-    # The time of the next query or, while a query is open, the time at which it is given up
+    on_result: Optional[Callable[..., Any]] = None
     due = 0.0
-    # The time at which the open query was sent; None if no query is open
     asked_at: Optional[float] = None
-    # A number that the open query carries and its answer has to repeat
-    nonce = 0
-    # The queries in the current poll that got no answer
-    unanswered = 0
-    # The polls that announcements have restarted since the last answer
-    restarted_polls = 0
-    # The number of consecutive polls that got no answer
-    missed_polls = 0
-    # The time from the query to its answer, in milliseconds
-    ping_ms = 0.0
-    # The reason why a datagram that came in this poll is not an answer, or ""
-    answer_error = ""
-    # The querier may keep anything here during a poll
-    querier_data: Any = None
+    nonce = unanswered = missed = restarts = 0
+    trouble = ""
+    step: Any = None
 
-    def __init__(self, querier, address, server_port):
-        """`server_port` is the port that players use; queries may go to another one."""
-        self.querier = querier
+    def __init__(self, room, address, port, why):
+        self.room = room
         self.address = address
-        self.server_port = server_port
-        self.port = server_port + querier.offset
-        self.key = querier.game, address, server_port
-        self.source = source_key(address)
-        # The game under which the server is listed; a Quake III server's answer names it
-        self.game = querier.game
+        self.port = port
+        self.why = why
+        self.listed_as = room.game
         # The part of each interval, from 0 to 1, after which the server is polled. It is random, so
         # that the polls of all servers are spread over the interval
         self.phase = RANDOM.random()
 
-
-class Querier:
-    """The base class of a game whose servers answer queries.
-
-    The poller decides when a query is sent. The querier knows the bytes of its game."""
-
-    registry: Registry
-    # The id of the game in the registry. Quake III's family is one querier with many games
-    game = ""
-    # The difference between the port that answers queries and the port that players use
-    offset = 0
-    # How long a query waits for its answer
-    timeout_s = POLL_TIMEOUT_S
-    # A poll is missed after this many queries without an answer
-    attempts = POLL_ATTEMPTS
-
-    def nonce(self) -> int:
-        """Return an unsigned 32-bit number for one query, which its answer has to repeat."""
-        return RANDOM.getrandbits(32)
-
-    def query(self, target: Target) -> bytes:
-        """Return the bytes of the next query to this target, with `target.nonce` in them."""
-        raise NotImplementedError
-
-    def answer(self, target: Target, data: bytes, now: float) -> Optional[bytes]:
-        """Read the answer to the target's open query.
-
-        Return None if the poll needs another query; it is sent at the next tick. Otherwise the poll
-        is complete: return the bytes that end it and are sent to the server, or b"" for nothing.
-
-        Raise Malformed if the data are not an answer to this query, and Refused if the server may
-        not be listed. In both cases the query stays open."""
-        raise NotImplementedError
-
-    def poll_missed(self, target: Target, now: float) -> bool:
-        """Handle a poll that got no answer. `target.missed_polls` counts them, with this one.
-
-        Return True if the poller should remove the target."""
-        raise NotImplementedError
-
-    def record_silence(self, target: Target, now: float) -> None:
-        """Record for /check why the poll of this target failed.
-
-        Either no datagram came at all, or one came that could not be read as an answer."""
-        outcome = "silent"
-        reason = "no answer from UDP port %d" % target.port
-        error = target.answer_error
-        if error:
-            outcome = "bad packet"
-            reason = "its answer from UDP port %d: %s" % (target.port, error)
-        self.record_result(target, outcome, now, reason)
-
-    def record_outcome(self, source, port, outcome, now, detail=""):
-        """Record for /check what became of the server at this address and port.
-
-        `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
-        self.registry.record_outcome(source, self.game, port, outcome, now, detail)
-
-    def record_result(self, target, outcome, now, detail=""):
-        """Record for /check what became of a target, as record_outcome() does.
-
-        Nothing is recorded for a server that was found in another list. Its operator has not asked
-        for anything, and there may be thousands."""
-        if target.found is None:
-            self.record_outcome(target.address, target.server_port, outcome, now, detail)
+    @property
+    def key(self):
+        """The identity of the target: the room's id, address, port."""
+        return self.room.game, self.address, self.port
 
 
 class Poller(UdpProtocol):
@@ -4234,30 +4601,21 @@ class Poller(UdpProtocol):
 
     An answer counts only if it comes from the address and port that were queried, and while a
     query to them is open. The poller queries only servers that the ini names, that another master's
-    list names, or from whose address a proven packet came. The protocols see to that, because only
+    list names, or from whose address a proven packet came. The rooms see to that, because only
     they add targets.
 
     A newcomer is a target that has announced itself and is not listed yet. Listed servers are
     queried first, and the sources of newcomers take turns, so that servers that never answer do
-    not delay the others. Servers that were found in another list come last, and are counted apart:
-    what another master says must not keep out or delay a server that announces itself here."""
+    not delay the others. Servers that were found in another list come last: what another master
+    says must not delay a server that announces itself here."""
 
     ipv4_only = False
     datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
-        """Begin without targets. The Settings give the interval and the rate of polls."""
-        # Every querier that has added a target
-        self.queriers = set()
-        # The targets by game, address and the server's own port
-        self.targets = {}
-        # The number of targets by source_keys(): of those that announced themselves or that the ini
-        # names, and of those that were found in other lists
-        self.sources = collections.defaultdict(int)
-        self.found_sources = collections.defaultdict(int)
-        # The newcomers by source, and those of each source by the target's key. The first source
-        # is the next to be queried
-        self.newcomers = collections.OrderedDict()
+        self.rooms = []                 # those whose servers are queried
+        self.targets = {}               # by the room's id, address, and the server's own port
+        self.newcomers = Turns(MAX_NEWCOMERS)       # Targets by key
         self.ticked_at = 0.0
         self.read(settings)
 
@@ -4265,225 +4623,118 @@ class Poller(UdpProtocol):
         """Read the interval and the rate, and move waiting polls into the new interval."""
         self.interval = settings["poll.interval"]
         self.rate = settings["poll.rate"]
-        now = self.ticked_at
-        next_tick = now + TICK_S
+        next_tick = self.ticked_at + TICK_S
         for target in self.targets.values():
             # A query that is open or due at the next tick keeps its time: its poll has begun
-            has_begun = target.asked_at is not None or target.due <= next_tick
-            if not has_begun:
-                target.due = next_slot(now, self.interval, target.phase)
+            if target.asked_at is None and target.due > next_tick:
+                target.due = next_slot(self.ticked_at, self.interval, target.phase)
 
-    # Targets
-
-    def find(self, querier, address, server_port):
+    def find(self, room, address, port):
         """Return the target behind a game server's own port, or None."""
-        key = querier.game, address, server_port
-        return self.targets.get(key)
+        return self.targets.get((room.game, address, port))
 
-    def keep_polling(self, querier, address, server_port):
-        """Poll a server that is listed or named in the ini from now on, and return its target.
-
-        If the server has no target yet, one is added and queried at the next tick, and from then on
-        in its slot of each interval. If the server was a newcomer, it no longer is."""
-        target = self.find(querier, address, server_port)
-        if target is None:
-            target = Target(querier, address, server_port)
-            self.insert(target)
-        else:
-            self.end_newcomer(target)
-        return target
-
-    def add_newcomer(self, querier, address, server_port):
-        """Add a target for a game server that has announced itself and is not a target yet.
-
-        If there are too many newcomers, one of them, perhaps this one, is removed. Return the
-        removed target, or None."""
-        newcomer = Target(querier, address, server_port)
-        self.insert(newcomer)
-        same_source = self.newcomers.setdefault(newcomer.source, {})
-        same_source[newcomer.key] = newcomer
-        count = sum(map(len, self.newcomers.values()))
-        if count <= MAX_NEWCOMERS:
-            return None
-        return self.remove_one_newcomer()
-
-    def add_found(self, querier, found):
-        """Add a target for a FoundServer that is not a target yet, and return the target."""
-        target = Target(querier, found.address, found.port)
-        target.found = found
-        self.insert(target)
-        return target
-
-    def make_own(self, target):
-        """Note that a server that was found in another list has announced itself here.
-
-        Do nothing if it has done so before."""
-        if target.found is None:
-            return
-        self.uncount(target)
-        target.found = None
-        self.count(target)
-
-    def insert(self, target):
-        """Add a new target to the tables of targets and sources."""
-        self.queriers.add(target.querier)
+    def add(self, room, address, port, why):
+        """Add and return a target, which is queried at the next tick."""
+        target = Target(room, address, port, why)
         self.targets[target.key] = target
-        self.count(target)
+        return target
 
-    def source_counts(self, target):
-        """Return the table that counts this target by its sources."""
-        return self.sources if target.found is None else self.found_sources
+    def add_newcomer(self, room, address, port, limit):
+        """Add a target that has announced itself and is not listed yet.
 
-    def count(self, target):
-        """Count a target for its sources."""
-        counts = self.source_counts(target)
-        for key in source_keys(target.address):
-            counts[key] += 1
-
-    def uncount(self, target):
-        """Undo count()."""
-        counts = self.source_counts(target)
-        for key in source_keys(target.address):
-            decrement(counts, key)
-
-    def remove_one_newcomer(self):
-        """Remove and return the oldest newcomer of the source that has the most newcomers.
-
-        Thus a source that sends many announcements pushes out its own newcomers only."""
-        # Among sources with equally many newcomers, max() chooses the first. In this order that is
-        # the source that came or was queried last; the others have waited for longer
-        latest_first = reversed(list(self.newcomers.values()))
-        same_source = max(latest_first, key=len)
-        oldest = next(iter(same_source.values()))
-        self.remove(oldest)
-        return oldest
-
-    def is_newcomer(self, target):
-        """Return whether this target has announced itself and is not listed yet."""
-        same_source = self.newcomers.get(target.source, {})
-        return target.key in same_source
-
-    def end_newcomer(self, target):
-        """Remove a target from the newcomers, if it is one of them. It stays a target."""
-        if not self.is_newcomer(target):
-            return
-        same_source = self.newcomers[target.source]
-        del same_source[target.key]
-        if not same_source:
-            del self.newcomers[target.source]
+        `limit` is how many newcomers one source may have. Return the target, and the one that had
+        to leave for it, or None."""
+        target = self.add(room, address, port, ANNOUNCED)
+        pushed_out = self.newcomers.add(address, target.key, target, limit)
+        if pushed_out is not None:
+            del self.targets[pushed_out.key]
+        return target, pushed_out
 
     def remove(self, target):
-        """Remove a target, so that it is not queried any more.
+        """Remove a target, so that it is not queried any more, unless the ini names it."""
+        if target is not None and target.why != NAMED:
+            self.newcomers.pop(target.key)
+            self.targets.pop(target.key, None)
 
-        Do nothing if it is None, or has been removed already."""
-        if target is None:
-            return
-        is_removed_already = self.targets.get(target.key) is not target
-        if is_removed_already:
-            return
-        self.end_newcomer(target)
-        del self.targets[target.key]
-        self.uncount(target)
+    def poll_now(self, target, now):
+        """Begin a new poll of a target at the next tick.
 
-    # Polls
-
-    def poll_now(self, querier, address, server_port, now):
-        """Begin a new poll of this game server at the next tick, and return its target.
-
-        If the server has no target yet, one is added. A poll that is under way starts again, but
-        only RESTARTED_POLLS_LIMIT times in a row. Otherwise a server that announces itself every
-        few seconds, and never answers, would never miss a poll."""
-        target = self.find(querier, address, server_port)
-        if target is None:
-            target = self.keep_polling(querier, address, server_port)
-        is_under_way = target.asked_at is not None or target.unanswered > 0
-        if is_under_way:
-            if target.restarted_polls >= RESTARTED_POLLS_LIMIT:
-                return target
-            target.restarted_polls += 1
-        target.asked_at = None
-        target.unanswered = 0
-        target.answer_error = ""
-        target.querier_data = None
+        A poll that is under way starts again, but only RESTARTED_POLLS_LIMIT times in a row.
+        Otherwise a server that announces itself every few seconds, and never answers, would never
+        miss a poll."""
+        if target.asked_at is not None or target.unanswered:
+            if target.restarts >= RESTARTED_POLLS_LIMIT:
+                return
+            target.restarts += 1
+        self.end_poll(target)
         target.due = now
-        return target
+
+    @staticmethod
+    def end_poll(target):
+        target.asked_at = target.step = None
+        target.unanswered = 0
+        target.trouble = ""
 
     def datagram(self, data, peer, now):
-        """Pass an answer to the querier that waits for it, and return the replies.
+        """Pass an answer to the room that waits for it, and return the replies.
 
-        Raise Malformed if no query to this peer is open, or if no querier can read the answer."""
+        Raise Malformed if no query to this peer is open, or if no room can read the answer."""
         source, source_port = peer[:2]
         address = canonical_address(source)
-        error_text = "an answer that nobody asked for"
-        # Two games may have targets at the same endpoint, so every querier with an open query tries
+        trouble = "an answer that nobody asked for"
+        # Two games may have targets at the same endpoint, so every room with an open query tries
         # to read the answer
-        for querier in self.queriers:
-            target = self.find(querier, address, source_port - querier.offset)
+        for room in self.rooms:
+            target = self.find(room, address, source_port - room.offset)
             if target is None or target.asked_at is None:
                 continue
-            target.ping_ms = (now - target.asked_at) * 1000
             try:
-                goodbye = querier.answer(target, data, now)
+                fields = room.read_answer(target, data)
             except (Malformed, Refused) as error:
-                error_text = str(error)
-                target.answer_error = error_text
+                target.trouble = trouble = str(error)
                 continue
-            self.end_query(target, goodbye is None, now)
+            target.missed = target.restarts = 0
+            if fields is None:          # another question follows
+                target.asked_at = None
+                target.due = now
+                return []
+            ping_ms = round((now - target.asked_at) * 1000)
+            self.end_poll(target)
+            target.due = next_slot(now, self.interval, target.phase)
+            room.list_polled(target, {"ping_ms": ping_ms, **fields}, now)
+            goodbye = room.goodbye(data)
             return [(goodbye, peer)] if goodbye else []
-        raise Malformed(error_text)
-
-    def end_query(self, target, has_further_question, now):
-        """End the query of a target that has answered.
-
-        If the game has a further question, it is sent at the next tick. Otherwise the poll is
-        over."""
-        target.missed_polls = 0
-        target.restarted_polls = 0
-        if has_further_question:
-            target.asked_at = None
-            target.due = now
-        else:
-            self.finish_poll(target, now)
+        raise Malformed(trouble)
 
     def tick(self, now):
         """Return the queries of this tick, each with the endpoint that it goes to.
 
         A query that got no answer in time is sent again, if its poll has attempts left."""
         self.ticked_at = now
-        to_query = []
-        for target in self.due_targets(now):
-            self.give_up_query(target)
-            if target.unanswered < target.querier.attempts:
-                to_query.append(target)
-            else:
-                self.miss_poll(target, now)
-        chosen = self.choose_within_rate(to_query)
+        # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
+        due = [target for target in self.targets.values() if target.due <= now]
+        due.sort(key=lambda target: target.due)
+        ready = [target for target in due if self.is_ready(target, now)]
+        chosen = self.choose_within_rate(ready)
         return [self.open_query(target, now) for target in chosen]
 
-    def due_targets(self, now):
-        """Return the targets that are due, the longest overdue first.
-
-        Their next query has to be sent now, or their open query has not been answered in time."""
-        # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
-        due = []
-        for target in self.targets.values():
-            if target.due <= now:
-                due.append(target)
-        due.sort(key=lambda target: target.due)
-        return due
-
-    def give_up_query(self, target):
-        """Count the target's open query, if there is one, as unanswered."""
+    def is_ready(self, target, now):
+        """Can the next query be sent to a target that is due? If not, its poll was missed, or it
+        has left the list."""
         if target.asked_at is not None:
             target.asked_at = None
             target.unanswered += 1
-
-    def miss_poll(self, target, now):
-        """Count the target's poll as missed. The querier decides whether it stays a target."""
-        target.missed_polls += 1
-        if target.querier.poll_missed(target, now):
+        if target.unanswered >= target.room.attempts:
+            target.missed += 1
+            target.room.poll_missed(target, now)
+            self.end_poll(target)
+            target.due = next_slot(now, self.interval, target.phase)
+            return False
+        has_left = target.announcement is None and not target.room.has_listed(target)
+        if target.why == ANNOUNCED and has_left:
             self.remove(target)
-        self.finish_poll(target, now)
+            return False
+        return True
 
     def choose_within_rate(self, targets):
         """Return those of the targets that the rate allows to query in this tick.
@@ -4491,60 +4742,30 @@ class Poller(UdpProtocol):
         Listed servers come first, but they leave a share of the rate to newcomers. The sources
         of the newcomers that are chosen go to the end of the queue of sources. Servers that were
         found in other lists get what is left of the rate."""
-        listed = []
-        newcomers = []
-        found = []
+        ready = {target.key for target in targets}
+        newcomers = [target for target in self.newcomers.in_turns() if target.key in ready]
+        listed, found = [], []
         for target in targets:
-            if target.found is not None:
+            if target.why == FOUND:
                 found.append(target)
-            elif self.is_newcomer(target):
-                newcomers.append(target)
-            else:
+            elif self.newcomers.get(target.key) is None:
                 listed.append(target)
         # The share is at most half, because a rate of 1 would leave nothing to listed servers
         share = max(1, self.rate // NEWCOMER_SHARE)
         share = min(share, self.rate // 2, len(newcomers))
-        listed = listed[:self.rate - share]
-        remaining = self.rate - len(listed)
-        in_turns = self.order_by_turns(newcomers)
-        chosen_newcomers = in_turns[:remaining]
-        for target in chosen_newcomers:
-            self.newcomers.move_to_end(target.source)
-        remaining -= len(chosen_newcomers)
-        return listed + chosen_newcomers + found[:remaining]
-
-    def order_by_turns(self, newcomers):
-        """Return the newcomers in an order in which their sources take turns.
-
-        The first newcomer of each source comes first, then the second of each source, and so on.
-        Each round begins with the source that was queried longest ago."""
-        by_source = {source: [] for source in self.newcomers}
-        for target in newcomers:
-            by_source[target.source].append(target)
-        rounds = collections.defaultdict(list)
-        for same_source in by_source.values():
-            for round_number, target in enumerate(same_source):
-                rounds[round_number].append(target)
-        ordered = []
-        for round_number in sorted(rounds):
-            ordered.extend(rounds[round_number])
-        return ordered
+        chosen = listed[:self.rate - share]
+        for target in newcomers[:self.rate - len(chosen)]:
+            self.newcomers.served(target.key)
+            chosen.append(target)
+        return chosen + found[:self.rate - len(chosen)]
 
     def open_query(self, target, now):
         """Open a query to this target. Return its bytes and the endpoint that they go to."""
-        querier = target.querier
-        target.nonce = querier.nonce()
+        target.nonce = target.room.nonce()
         target.asked_at = now
-        target.due = now + querier.timeout_s
-        endpoint = target.address, target.port
-        return querier.query(target), endpoint
-
-    def finish_poll(self, target, now):
-        """End the target's poll. The next poll begins in the target's slot of the interval."""
-        target.asked_at = None
-        target.unanswered = 0
-        target.answer_error = ""
-        target.due = next_slot(now, self.interval, target.phase)
+        target.due = now + target.room.timeout_s
+        endpoint = target.address, target.port + target.room.offset
+        return target.room.question(target), endpoint
 
 
 def next_slot(now, interval, phase):
@@ -4557,214 +4778,174 @@ def next_slot(now, interval, phase):
     return now + interval - since_last_slot
 
 
-class PolledGame(Querier):
+class PolledGame(Game):
     """A game whose servers are listed for as long as they answer the poller.
 
-    (AIO's are listed for as long as they are connected. Only those that were found in another list
-    are polled like those of the other games.)
+    A subclass writes question() and read_answer(). A server becomes a target if it announces itself
+    (announced), if the ini names it by address or host name (named_servers), if another master's
+    list names it (query_found), or if it was listed before a restart (resume). list_polled() lists
+    the servers that answer. poll_missed() removes the servers that do not; a server that the ini
+    names is shown as not responding instead."""
 
-    A server becomes a target in one of four ways: the ini names it by address or host name
-    (set_pinned), it announces itself in the game's protocol or by HTTP (on_http_announcement),
-    another master's list names it (query_found), or it was listed before a restart. list_polled()
-    lists the servers that answer. poll_missed()
-    removes the servers that do not; a server that the ini names is shown as not responding instead.
-    """
+    # How long a query waits for its answer
+    timeout_s = POLL_TIMEOUT_S
+    # A poll is missed after this many queries without an answer
+    attempts = POLL_ATTEMPTS
+    # For how long an answer lists a server. None: as long as its last announcement says
+    answer_lifetime_s: Optional[float] = math.inf
 
-    def __init__(self, core):
-        """Join a Core: its poller, its registry, and the games that can be announced by HTTP."""
-        self.core = core
-        self.registry = core.registry
-        self.poller = core.poller
-        self.rules = core.registry.rules
-        # The servers that the ini names, by (host, port). The subclass decides what the values are
-        self.pinned_by_host = {}
-        # The same values by the addresses and ports that the hosts lead to
-        self.pinned_by_address = {}
+    def __init__(self, master=None):
+        super().__init__(master)
         # The address of each host that the ini names, "" if the host has none
         self.addresses = {}
-        # The hosts that are being looked up
         self.hosts_being_resolved = set()
-        # The time at which all hosts are looked up again
+        self.resolve_at = -math.inf     # when all hosts are looked up again
+        if master:
+            self.poller.rooms.append(self)
+
+    def read(self, settings):
         self.resolve_at = -math.inf
-        core.http_announcers[self.game] = self
-        self.registry.subscribe(self.on_registry_event, self.game, ["listed", "gone"])
 
-    def on_http_announcement(self, source, port, fields, now):
-        """Handle an announcement, received by HTTP, of the server at `source` and `port`.
+    def tick(self, now):
+        self.query_named(now)
+        return []
 
-        `fields` has what the announcement says of the server, as attributes of Server. Raise
-        Refused if the server may not be queried."""
+    # What a game server is asked, and what its answer says
+
+    def nonce(self) -> int:
+        """Return an unsigned 32-bit number for one query, which its answer has to repeat."""
+        return RANDOM.getrandbits(32)
+
+    def question(self, target: Target) -> bytes:
+        """Return the bytes of the next query to this target, with `target.nonce` in them."""
         raise NotImplementedError
 
-    def query_newcomer(self, source, port, now, name=None):
-        """Begin a poll of a game server that has announced itself, and return its target.
+    def read_answer(self, target: Target, data: bytes) -> Optional[Dict[str, Any]]:
+        """Return the attributes of Server in an answer to the target's open query.
 
-        The server may be listed or a target already. `name` is the name that it has announced, or
-        None if the announcement had none. Raise Refused if the server may not be queried."""
-        poller = self.poller
-        self.check_newcomer(source, port, name)
-        self.forget_unlisted_found(source, port)
-        is_new = poller.find(self, source, port) is None
-        if is_new:
-            self.add_newcomer(source, port, now)
-        target = poller.poll_now(self, source, port, now)
-        poller.make_own(target)
-        outcome = "announced"
-        if self.is_answering(target):
-            outcome = "listed"
-        self.record_outcome(source, port, outcome, now)
+        Return None if another question follows. Raise Malformed if the data are not an answer to
+        this query, and Refused if the server may not be listed; the query then stays open."""
+        raise NotImplementedError
+
+    def goodbye(self, data: bytes) -> bytes:
+        """Return what the game server is sent after its last answer, or b""."""
+        return b""
+
+    # How a server becomes a target
+
+    def announced(self, source, port, fields, now, lifetime=math.inf):
+        """Query a server that has announced itself. Its answer lists it for `lifetime` seconds.
+
+        `fields` are attributes of Server that its answer lacks. Raise Refused if the server may not
+        be queried. Return the target."""
+        if self.ipv4_list and ":" in source:
+            raise Refused("bad packet", "%s's list has room for IPv4 addresses only; "
+                                        "this came from %s" % (self.title, source))
+        target = self.poller.find(self, source, port)
+        self.check_newcomer(source, port, fields.get("name"), target)
+        if target is None or (target.why == FOUND and self.listed_server(target) is None):
+            limit = self.rules.max_servers_per_source
+            if self.rules.exempts(source):
+                limit = MAX_NEWCOMERS
+            self.poller.remove(target)
+            target, pushed_out = self.poller.add_newcomer(self, source, port, limit)
+            if pushed_out is not None:
+                pushed_out.room.report(pushed_out, "busy", now, "too many game servers wait for "
+                                       "their first query; try again in a minute")
+        elif target.why == FOUND:
+            target.why = ANNOUNCED
+        target.announcement, target.lifetime = fields, lifetime
+        self.poller.poll_now(target, now)
+        server = self.listed_server(target)
+        is_answering = server is not None and not server.master and server.responding
+        self.report(target, "listed" if is_answering else "announced", now)
         return target
 
-    def check_newcomer(self, source, port, name):
+    def check_newcomer(self, source, port, name, target):
         """Raise Refused if a game server that has announced itself may not be queried.
 
-        `name` is None if the server has not announced a name."""
-        registry = self.registry
+        `name` is None if it has not announced one; `target` is None if it is no target yet."""
         address = self.rules.listed_address(source)
-        key = self.game, address, port
-        server = registry.get(*key)
-        target = self.poller.find(self, source, port)
-        is_listed_here = server is not None and not server.master
-        if is_listed_here:
-            registry.check_rules(source, address, port, name)
+        server = target and self.listed_server(target)
+        if server is not None and not server.master:
+            self.registry.check_rules(source, address, port, name)
         else:
-            is_pinned = target is not None and target.pinned
-            registry.check_admission(key, source, name, is_pinned)
-        if target is None or target.found is not None:
-            counts = self.poller.sources
-            self.rules.check_source_limit(counts, source, "queried")
-
-    def add_newcomer(self, source, port, now):
-        """Add a newcomer to the poller.
-
-        If that makes too many, the poller removes one. Raise Refused if it is this one. Otherwise
-        record the reason, so that /check shows it to the operator of the removed server."""
-        removed = self.poller.add_newcomer(self, source, port)
-        if removed is None:
-            return
-        busy = Refused("busy", "too many game servers wait for their first query; "
-                               "try again in a minute")
-        if removed.key == (self.game, source, port):
-            raise busy
-        removed.querier.record_outcome(
-            removed.address, removed.server_port, busy.outcome, now, str(busy))
-
-    def forget_unlisted_found(self, source, port):
-        """Forget the target of a server that another list names, and that has not answered yet.
-
-        The server has announced itself, and so becomes a newcomer like any other."""
-        target = self.poller.find(self, source, port)
-        if target is not None and self.is_unlisted_found(target):
-            self.poller.remove(target)
-
-    def is_unlisted_found(self, target):
-        """Return whether another list names the target's server, and it is not listed here."""
-        return target.found is not None and self.listed_server(target) is None
+            is_named = target is not None and target.why == NAMED
+            self.registry.check_admission((self.game, address, port), source, name, is_named)
 
     def query_found(self, found):
         """Begin to poll a FoundServer. If it answers, it is listed.
 
         Return the new target, or None if the server is listed or a target already. The target of a
         server that was found at the same master before gets the present texts. Raise Refused if the
-        server may not be listed or queried."""
-        address, port = found.address, found.port
-        target = self.poller.find(self, address, port)
+        server may not be listed."""
+        target = self.poller.find(self, found.address, found.port)
         if target is not None:
             # If two lists name the server, the texts do not change between them at every fetch
-            if target.found is not None and target.found.found_at == found.found_at:
+            if target.why == FOUND and target.found.found_at == found.found_at:
                 target.found = found
             return None
-        listed_address = self.rules.listed_address(address)
-        key = self.game, listed_address, port
+        key = self.game, self.rules.listed_address(found.address), found.port
         if self.registry.get(*key) is not None:
             return None
         name = found.fields.get("name")
-        self.registry.check_admission(key, address, name, found_at=found.found_at)
-        self.rules.check_source_limit(self.poller.found_sources, address, "queried")
-        return self.poller.add_found(self, found)
+        self.registry.check_admission(key, found.address, name, found_at=found.found_at)
+        target = self.poller.add(self, found.address, found.port, FOUND)
+        target.found = found
+        return target
 
-    def is_answering(self, target):
-        """Return whether the target's server is listed, as responding, by this master itself."""
-        server = self.listed_server(target)
-        if server is None or server.master:
-            return False
-        return server.responding
-
-    def stop_polling(self, source, port):
-        """Stop querying a server that has left or signs off. A server that the ini names stays.
-
-        Return whether the server was a target."""
-        target = self.poller.find(self, source, port)
-        if target is None:
-            return False
-        if not target.pinned:
-            self.poller.remove(target)
-        return True
-
-    def on_registry_event(self, event, server):
-        """Start polling a server that has been listed, or stop polling one that is gone.
-
-        `event` is "listed" or "gone". Servers that are restored from the disk are "listed" too."""
-        if event == "listed":
-            target = self.poller.find(self, server.source, server.port)
-            if target is None and server.found_at:          # restored from the disk
-                found = FoundServer(server.source, server.port, server.found_at)
-                self.poller.add_found(self, found)
-            target = self.poller.keep_polling(self, server.source, server.port)
-            target.game = server.game
-            if server.pinned:
-                target.pinned = True
-        else:
-            self.stop_polling(server.source, server.port)
-
-    def listed_endpoint(self, target):
-        """Return the address and port at which the target's server is listed, or would be."""
-        address = self.rules.listed_address(target.address)
-        return address, target.server_port
-
-    def listed_server(self, target):
-        """Return the target's server in the list, or None."""
-        address, port = self.listed_endpoint(target)
-        return self.registry.get(target.game, address, port)
+    def resume(self, server):
+        """Poll a server that was listed before a restart."""
+        why = NAMED if server.pinned else FOUND if server.found_at else ANNOUNCED
+        target = self.poller.add(self, server.source, server.port, why)
+        target.listed_as = server.game
+        if server.found_at:
+            target.found = FoundServer(server.source, server.port, server.found_at)
 
     # Servers that the ini names
 
-    def set_pinned(self, pinned_by_host):
-        """Replace the servers that the ini names. They are a dict by (host, port)."""
-        self.pinned_by_host = pinned_by_host
-        self.resolve_at = -math.inf
+    def named_servers(self) -> Mapping[Tuple[str, int], Any]:
+        """Return what the ini says of servers, by (host, port)."""
+        return {}
 
-    def resolve_pinned(self, now):
+    def named_endpoints(self):
+        """Return what the ini says of servers, by their present address and port."""
+        named = {}
+        for (host, port), value in self.named_servers().items():
+            if self.addresses.get(host):
+                named[self.addresses[host], port] = value
+        return named
+
+    def query_named(self, now):
         """Poll the servers that the ini names, at the present addresses of their hosts.
 
-        The game calls this once a second. Servers that the ini named before a reload and does not
-        name now are removed; they may announce themselves again."""
-        hosts = {host for host, _ in self.pinned_by_host}
+        Servers that the ini named before a reload and does not name now are removed; they may
+        announce themselves again."""
+        hosts = {host for host, _ in self.named_servers()}
         if now >= self.resolve_at:
             self.resolve_at = now + RESOLVE_S
-            self.resolve_hosts(hosts)
-        self.pinned_by_address = {}
-        for (host, port), value in self.pinned_by_host.items():
-            address = self.addresses.get(host)
-            if address:
-                self.pinned_by_address[address, port] = value
-        for address, port in self.pinned_by_address:
-            target = self.poller.keep_polling(self, address, port)
-            target.pinned = True
-            self.poller.make_own(target)
-        is_look_up_complete = hosts <= self.addresses.keys()
-        if is_look_up_complete:
-            self.remove_unpinned()
-
-    def resolve_hosts(self, hosts):
-        """Begin to look up the addresses of these hosts. The results go to on_host_resolved()."""
-        for host in hosts:
-            if is_unicast(host):
-                self.addresses[host] = canonical_address(host)
-            elif host not in self.hosts_being_resolved:
-                self.hosts_being_resolved.add(host)
-                done = functools.partial(self.on_host_resolved, host)
-                self.core.resolve(host, done, source="")
+            for host in hosts - self.hosts_being_resolved:
+                if is_unicast(host):
+                    self.addresses[host] = canonical_address(host)
+                else:
+                    self.hosts_being_resolved.add(host)
+                    done = functools.partial(self.on_host_resolved, host)
+                    self.master.resolve(host, done, source="")
+        named = self.named_endpoints()
+        for address, port in named:
+            target = self.poller.find(self, address, port)
+            if target is None:
+                self.poller.add(self, address, port, NAMED)
+            else:
+                self.poller.newcomers.pop(target.key)
+                target.why = NAMED
+        if hosts <= self.addresses.keys():
+            for target in list(self.poller.targets.values()):
+                is_ours = target.room is self and target.why == NAMED
+                if is_ours and (target.address, target.port) not in named:
+                    target.why = ANNOUNCED
+                    self.poller.remove(target)
+                    self.registry.remove_own(self.listed_server(target))
 
     def on_host_resolved(self, host, address, now):
         """Remember the address of a host that the ini names.
@@ -4781,73 +4962,17 @@ class PolledGame(Querier):
             log.warning("%s: the host name %s in the ini has no address; "
                         "it will be looked up again", self.game, ascii(host))
 
-    def remove_unpinned(self):
-        """Remove the targets and servers that the ini named before a reload and not now."""
-        for target in list(self.poller.targets.values()):
-            was_named_for_this_game = target.querier is self and target.pinned
-            if not was_named_for_this_game:
-                continue
-            endpoint = target.address, target.server_port
-            if endpoint in self.pinned_by_address:
-                continue
-            server = self.listed_server(target)
-            self.poller.remove(target)
-            self.registry.remove_own(server)
-
     # Results of polls
 
-    def list_polled(self, target, fields, now, lifetime=math.inf):
-        """List the target's server with the contents of its answer, or refresh it.
+    def listed_server(self, target):
+        """Return the target's server in the list, or None."""
+        address = self.rules.listed_address(target.address)
+        return self.registry.get(target.listed_as, address, target.port)
 
-        `fields` holds attributes of Server by name; `lifetime` is in seconds. Return the Server, or
-        None if the rules or a limit refuse it. A refused server leaves the list, and is not polled
-        any more unless the ini names it."""
-        server_before = self.listed_server(target)
-        was_responding = server_before is not None and server_before.responding
-        if target.found is not None:
-            lifetime = min(lifetime, FOUND_INTERVALS * self.poller.interval)
-        try:
-            server = self.list_under_named_game(target, fields, now, lifetime)
-        except Refused as refused:
-            self.record_result(target, refused.outcome, now, str(refused))
-            self.registry.remove_own(server_before)
-            self.stop_polling(target.address, target.server_port)
-            return None
-        self.poller.end_newcomer(target)
-        has_begun_to_respond = server.responding and not was_responding
-        if has_begun_to_respond:
-            self.record_result(target, "listed", now)
-        return server
-
-    def list_under_named_game(self, target, fields, now, lifetime):
-        """List the target's server, or refresh it, under the game that its answer names.
-
-        If the server was listed under another game, it leaves that game's list. Return the Server.
-        Raise Refused if it may not be listed."""
-        # An answer shows that the server responds, and verifies it. list_silent() has no answer,
-        # and sets `responding` to False
-        complete_fields = {"responding": True, "verified": "query", **fields}
-        if target.found is not None:
-            complete_fields["found_at"] = target.found.found_at
-        source = target.address
-        game = self.admitted_game(source, complete_fields)
+    def has_listed(self, target):
+        """Is the target's server in the list because this master has heard it?"""
         server = self.listed_server(target)
-        has_changed_game = server is not None and server.game != game
-        if has_changed_game:
-            self.registry.remove_own(server)
-        target.game = game
-        key = (game, *self.listed_endpoint(target))
-        if target.found is not None:
-            self.check_not_announced_elsewhere(key)
-        return self.registry.list_or_refresh(
-            key, source, now, lifetime, complete_fields, target.pinned)
-
-    def check_not_announced_elsewhere(self, key):
-        """Raise Refused if a server that was found in another list has announced itself to another
-        master of our own group. That master's entry says more."""
-        server = self.registry.get(*key)
-        if server is not None and server.master and not server.found_at:
-            raise Refused("busy", "another master has heard it")
+        return server is not None and not server.master
 
     def admitted_game(self, source, fields):
         """Return the id of the game under which a server with this answer is listed.
@@ -4856,77 +4981,132 @@ class PolledGame(Querier):
         game is not listed here."""
         return self.game
 
-    def poll_missed(self, target, now):
-        """Handle a missed poll: after several, remove the server, or show it as not responding.
+    def list_polled(self, target, fields, now):
+        """List the target's server with an answer, or refresh it. Return the Server.
 
-        Return True if the poller should remove the target."""
-        is_gone = (target.missed_polls >= MISSED_POLLS_LIMIT
-                   or self.poller.is_newcomer(target)
-                   or self.is_unlisted_found(target))
+        `fields` holds the attributes of Server in the answer. The announcement that waits for it,
+        or the other master's list, says the others. If the rules or a limit refuse the server, it
+        leaves the list, and the result is None."""
         server = self.listed_server(target)
-        if server is not None and self.is_listed_otherwise(server, target):
-            return is_gone and not target.pinned
-        if is_gone or server is None:
-            self.record_silence(target, now)
-        if target.pinned:
-            self.list_silent(target, server, is_gone, now)
-            return False
-        if is_gone:
+        was_responding = server is not None and server.responding
+        fields = {"responding": True, "verified": "query", "room": self.game, **fields}
+        lifetime = self.answer_lifetime_s
+        if target.announcement is not None:
+            fields.update(target.announcement)
+            lifetime = target.lifetime
+            target.announcement = None
+        elif target.why == FOUND:
+            fields.update(target.found.fields, found_at=target.found.found_at)
+            lifetime = FOUND_INTERVALS * self.poller.interval
+        elif target.why == NAMED:
+            lifetime = math.inf
+        if not fields.get("name") and (server is None or "name" in fields):
+            fields["name"] = endpoint_text(self.rules.listed_address(target.address), target.port)
+        try:
+            if lifetime is None:
+                self.confirm_polled(target, server, fields)
+            else:
+                server = self.list_under_named_game(target, server, fields, now, lifetime)
+        except Refused as refused:
+            self.report(target, refused.outcome, now, str(refused))
             self.registry.remove_own(server)
-        return is_gone
+            self.poller.remove(target)
+            return None
+        self.poller.newcomers.pop(target.key)
+        if server.responding and not was_responding:
+            self.report(target, "listed", now)
+        return server
 
-    def is_listed_otherwise(self, server, target):
-        """Return whether this server would be listed even without the target's answers.
+    def confirm_polled(self, target, server, fields):
+        """Update a server that answers, and that stays listed as its last announcement says."""
+        if server is None or server.master:
+            raise Refused("silent", "it has left, and has not announced itself again")
+        self.registry.check_rules(
+            server.source, server.address, server.port, fields.get("name"))
+        self.registry.update(server, {**fields, "confirmed": True})
 
-        That is so if another master has heard the server, or if the server is behind a router and
-        has announced itself from another address than the target's."""
-        if server.master:
-            return True
-        return server.source != target.address
+    def list_under_named_game(self, target, server, fields, now, lifetime):
+        """List the target's server, or refresh it, under the game that its answer names.
 
-    def list_silent(self, target, server, is_gone, now):
-        """Show a server that the ini names, but that does not answer, as not responding.
+        `server` is the one that is listed now, or None; it leaves if it is under another game.
+        Return the Server. Raise Refused if it may not be listed."""
+        game = self.admitted_game(target.address, fields)
+        if server is not None and server.game != game:
+            self.registry.remove_own(server)
+        target.listed_as = game
+        key = game, self.rules.listed_address(target.address), target.port
+        if target.why == FOUND:
+            elsewhere = self.registry.get(*key)
+            if elsewhere is not None and elsewhere.master and not elsewhere.found_at:
+                # That master's entry says more
+                raise Refused("busy", "it has announced itself to another master of our group")
+        return self.registry.list_or_refresh(
+            key, target.address, now, lifetime, fields, target.why == NAMED)
 
-        `server` is None if it is not listed yet; it is listed then. A server that is listed already
-        is changed only if `is_gone` is true, that is, after several missed polls."""
-        if server is None:
-            name = endpoint_text(*self.listed_endpoint(target))
-            self.list_polled(target, {"name": name, "responding": False}, now)
+    def poll_missed(self, target, now):
+        """Handle a missed poll: after several, remove the server, or show it as not responding."""
+        server = self.listed_server(target)
+        is_unlisted = server is None and target.why != NAMED
+        is_gone = target.missed >= MISSED_POLLS_LIMIT or is_unlisted
+        if server is not None and (server.master or server.source != target.address):
+            # It is listed without the target's answers: another master has heard it, or it is
+            # behind a router and has announced itself from another address
+            if is_gone:
+                self.poller.remove(target)
+            return
+        if is_gone or server is None:
+            self.report_silence(target, now)
+        if target.why != NAMED:
+            if is_gone:
+                self.registry.remove_own(server)
+                self.poller.remove(target)
+        elif server is None:
+            self.list_polled(target, {"responding": False}, now)
         elif is_gone:
             # Its next answer brings these values again
-            self.registry.update(server, {
-                "responding": False,
-                "players": 0,
-                "ping_ms": None,
-                "confirmed": True,
-                "details": NO_DETAILS,
-            })
+            self.registry.update(server, {"responding": False, "players": 0, "ping_ms": None,
+                                          "confirmed": True, "details": NO_DETAILS})
+
+    def report_silence(self, target, now):
+        """Report why a poll has failed: no datagram came at all, or none that was an answer."""
+        port = target.port + self.offset
+        if target.trouble:
+            reason = "its answer from UDP port %d: %s" % (port, target.trouble)
+            self.report(target, "bad packet", now, reason)
+        else:
+            self.report(target, "silent", now, "no answer from UDP port %d" % port)
+
+    def report(self, target, outcome, now, detail=""):
+        """Record for /check what became of a target, and tell whoever waits for it.
+
+        Nothing is recorded for a server that was found in another list. Its operator has not asked
+        for anything, and there may be thousands."""
+        if target.why != FOUND:
+            self.record(target.address, target.port, outcome, now, detail)
+        if target.on_result is not None:
+            target.on_result(outcome, detail, now)
 
 
 # --- Iceball -------------------------------------------------------------------------------------
 
 ICEBALL_HBVERSION = 2
+ICEBALL_VERSION = "0.2.1-37"        # of the program from which the captures come; see [iceball]
 # The first 4 bytes of a datagram tell its kind
 ICEBALL_ANNOUNCE = b"1CEB"
 ICEBALL_COOKIE = b"MSOK"
 ICEBALL_HANDSHAKE = b"HSHK"
 ICEBALL_BAD_VERSION = b"BADV"
 ICEBALL_BAD_FORMAT = b"BADF"
-# An announcement: kind, hbversion, ibversion, port, players, maximum, name, mode, map
-ICEBALL_ANNOUNCEMENT = struct.Struct("<4sHIHHH30s10s30s")
-ICEBALL_ANNOUNCEMENT_BYTES = ICEBALL_ANNOUNCEMENT.size          # 86
-# An announcement begins with its kind, hbversion and ibversion. A BADV has nothing else
-ICEBALL_VERSIONS = struct.Struct("<4sHI")
-# Reads only the port of an announcement
-ICEBALL_PORT = struct.Struct("<10xH")
+# An announcement begins with these three. A BADV has nothing else
+ICEBALL_VERSIONS = Form("<4s H I", "kind hbversion version")
+ICEBALL_ANNOUNCEMENT = Form("<4s H I H H H 30s 10s 30s",
+                            "kind hbversion version port players max_players name mode map")
 # Every announcement that can be listed begins with these 6 bytes. The other 80, without the zeros
 # at their end, are the "trimmed" announcement, which a cookie carries
 ICEBALL_HEAD = ICEBALL_ANNOUNCE + struct.pack("<H", ICEBALL_HBVERSION)
-# An MSOK and an HSHK consist of the kind, a MAC and the trimmed announcement
-ICEBALL_MAC = slice(len(ICEBALL_HANDSHAKE), len(ICEBALL_HANDSHAKE) + COOKIE_MAC_BYTES)
-ICEBALL_TRIMMED = slice(ICEBALL_MAC.stop, None)
-# With a trimmed announcement of this length, an MSOK is as long as the announcement itself
-ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT_BYTES - ICEBALL_TRIMMED.start
+# An MSOK and an HSHK consist of the kind, a MAC and the trimmed announcement. With a trimmed
+# announcement of this length, an MSOK is as long as the announcement itself
+ICEBALL_TRIMMED_BYTES = ICEBALL_ANNOUNCEMENT.size - len(ICEBALL_COOKIE) - COOKIE_MAC_BYTES
 # A listed server that repeats its announcement has nothing to prove, so its MSOK has "same" in
 # place of a cookie. The server echoes it like any cookie, and the master ignores the echo
 ICEBALL_SAME = ICEBALL_COOKIE + b"same"
@@ -4939,8 +5119,24 @@ ICEBALL_BUILD_BITS = 1023
 # The limit of BADV and BADF replies to one source: (a second, in one burst). A server sends a burst
 # of five announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
-# /check records this port for a packet whose announced port was not read
-ICEBALL_UNKNOWN_PORT = 0
+# So many senders of servers that have left are kept, before the table is made anew
+ICEBALL_SENDERS_LEFT = 1000
+# The pause after each announcement of a burst. In the document a burst has five announcements, 1 s
+# apart, and a burst begins every 40 s
+ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
+# The keys of an entry in /master.json, as in both documents, with the attributes of Server that are
+# their values. Each value is text or a number
+ICEBALL_FIELDS = {
+    "name": "name",
+    "address": "address",
+    "port": "port",
+    "players_current": "players",
+    "players_max": "max_players",
+    "mode": "mode",
+    "map": "map",
+    "version": "version",
+    "basedir": "mode",
+}
 
 
 @functools.lru_cache(maxsize=256)
@@ -4994,7 +5190,7 @@ def iceball_text(field):
 cached_iceball_text = functools.lru_cache(maxsize=4096)(iceball_text)
 
 
-class Iceball(UdpProtocol):
+class Iceball(Game, UdpProtocol):
     """Iceball's heartbeat protocol, hbversion 2; document: "Heartbeat server protocol".
 
         > 31434542 0200 25808000 e954 0000 4000     "1CEB" hbversion ibversion port players maximum
@@ -5016,29 +5212,29 @@ class Iceball(UdpProtocol):
     """
 
     game = "iceball"
+    title = "Iceball"
+    settings = ICEBALL_SETTINGS
+    ports = (Port("udp"),)
+    contact = Contact("Iceball servers, in svsave/pub/server.json",
+                      '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]')
+    routes = {"/master.json": Route("master.json", "application/json")}
+    announced_over = "udp"
+    fetched_over = "http"
+    has_repeats = True
 
-    def __init__(self, core):
-        """Read the settings, and subscribe to servers that leave. `core` is the program's Core."""
-        settings = core.settings
-        secret_key = os.urandom(16)
-        self.registry = core.registry
-        self.cookie = Cookie(secret_key)
-        self.draft = IceballDraft(self)
-        self.timeout = settings["iceball.timeout"]
-        # The time at which all servers have to prove their addresses again
-        self.prove_at = -math.inf
+    def __init__(self, master=None):
+        super().__init__(master)
+        self.cookie = Cookie(os.urandom(16))
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
-        # The listed servers by the address and UDP port that they send from
+        # The servers by the address and UDP port that they send from, also some that have left
         self.senders = {}
-        self.registry.subscribe(self.on_server_gone, "iceball", ["gone"])
-        self.read(settings)
+        self.prove_at = -math.inf       # when all servers have to prove their addresses again
+        self.draft = IceballDraft(self)
+        if master:
+            self.timeout = master.settings["iceball.timeout"]
+            self.read(master.settings)
 
     def read(self, settings):
-        """Take over the settings that a reload can change.
-
-        `iceball.version` is the version that BADV recommends to servers with another one. Only
-        servers with one of the `iceball.accept_versions` are listed, or servers of every version if
-        the set is empty."""
         self.version = settings["iceball.version"]
         self.accepted_versions = set(settings["iceball.accept_versions"])
 
@@ -5046,98 +5242,82 @@ class Iceball(UdpProtocol):
         """Make every server prove its address again, once in ICEBALL_PROOF_LIFETIMES lifetimes.
 
         Without this, somebody who repeats a server's announcement with a forged source could keep
-        it listed after it has left. Return [], because no datagram is to be sent."""
+        it listed after it has left."""
         if now >= self.prove_at:
-            interval = ICEBALL_PROOF_LIFETIMES * self.timeout
-            self.prove_at = now + interval
+            self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
             # Without its fingerprint, a server's next announcement is answered with a cookie
-            self.registry.forget_fingerprints()
-            self.draft.tick(now)
+            self.registry.forget_fingerprints(self.game)
+        if len(self.senders) > 2 * len(self.registry.games[self.game]) + ICEBALL_SENDERS_LEFT:
+            # Of each listed server the latest sender stays
+            latest = {server: sender for sender, server in self.senders.items()}
+            self.senders = {sender: server for server, sender in latest.items()
+                            if self.registry.has(server)}
+        self.draft.tick(now)
         return []
 
-    def answer_repeats(self, data, peers, now):
-        """Refresh the listed servers that repeat their announcements in this batch of datagrams.
+    # Datagrams
 
-        `peers` has the (address, port) that each datagram in `data` came from. Return one item per
-        datagram: ICEBALL_SAME for a repeated announcement, None for anything else.
-
-        This is the busiest function of the program. With 100,000 servers each look-up waits for
-        memory three times. In these short loops the look-ups of a batch follow each other directly,
-        so that their waits overlap: an announcement takes only 1.11 times as long as it does with
-        100 servers."""
-        sources = [source for source, _ in peers]
-        # accept_handshake() has stored the same hash for each listed server
-        fingerprints = list(map(hash, zip(data, sources)))
-        by_fingerprint = self.registry.by_fingerprint
-        servers = list(map(by_fingerprint.get, fingerprints))
-        for server in servers:
-            if server is not None:
-                server.last_seen = now
-        return [None if server is None else ICEBALL_SAME for server in servers]
+    def repeat_answer(self, data):
+        return ICEBALL_SAME if data.startswith(ICEBALL_ANNOUNCE) else b""
 
     def datagram(self, data, peer, now):
-        """Handle an announcement, a handshake or a packet of the first draft.
-
-        `peer` is the (address, port) that it came from. Return [(answer, peer)], or [] if there is
-        no answer. Raise Malformed for any other datagram, after recording the reason for /check."""
-        source, _ = peer
         kind = data[:len(ICEBALL_ANNOUNCE)]
-        try:
-            if kind == ICEBALL_ANNOUNCE:
-                answer = self.answer_announcement(data, source, now)
-            elif kind == ICEBALL_HANDSHAKE:
-                answer = self.accept_handshake(data, peer, now)
-            elif kind[:1] in DRAFT_KINDS:
-                answer = self.draft.answer(data, peer, now)
-            else:
-                raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
-        except Malformed as error:
-            self.registry.record_outcome(
-                source, "iceball", ICEBALL_UNKNOWN_PORT, "bad packet", now, str(error))
-            raise
+        if kind == ICEBALL_ANNOUNCE:
+            answer = self.answer_announcement(data, peer, now)
+        elif kind == ICEBALL_HANDSHAKE:
+            answer = self.accept_handshake(data, peer, now)
+        elif kind[:1] in DRAFT_KINDS:
+            answer = self.draft.answer(data, peer, now)
+        else:
+            raise Malformed("neither 1CEB nor HSHK nor a packet of the first draft")
         return [(answer, peer)] if answer else []
 
-    def answer_announcement(self, data, source, now):
-        """Return an MSOK with a cookie, or a rejection if the announcement cannot be listed.
+    def answer_announcement(self, data, peer, now):
+        """Return an MSOK whose cookie carries this announcement, or a rejection.
 
-        A rejection is a BADV or a BADF, or b"" if nothing is to be sent. `source` is the address
-        that the announcement came from. Raise Malformed if it is too short to contain versions."""
-        size = len(data)
-        if size < ICEBALL_VERSIONS.size:
-            raise Malformed("an announcement too short for its versions")
-        version_error = self.version_error(data)
+        The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
+        announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
+        source, _ = peer
+        version_error = self.version_error(ICEBALL_VERSIONS.read(data))
         if version_error:
             return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if size != ICEBALL_ANNOUNCEMENT_BYTES:
-            length_error = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT_BYTES)
-            return self.reject(source, now, "bad packet", length_error)
-        port, = ICEBALL_PORT.unpack_from(data)
-        registry = self.registry
-        address = registry.rules.listed_address(source)
-        server = registry.get("iceball", address, port)
+        if len(data) != ICEBALL_ANNOUNCEMENT.size:
+            return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
+                len(data), ICEBALL_ANNOUNCEMENT.size))
+        port = ICEBALL_ANNOUNCEMENT.read(data).port
         # /check goes on showing a listed server as listed
-        if server is None:
-            registry.record_outcome(source, "iceball", port, "announced", now)
-        return self.answer_with_cookie(data, source, now)
+        if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
+            self.record(source, port, "announced", now)
+        trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
+        surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
+        if not self.rules.allow_surplus("cookie", source, surplus_bytes, now):
+            # This cuts off the end of the map's name, the last field. The server sends its
+            # announcement again a second later, which may bring the whole name
+            trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
+        mac = self.cookie.make(self.proven_message(source, trimmed), now)
+        return ICEBALL_COOKIE + mac + trimmed
 
-    def version_error(self, data):
-        """Return why the versions in this announcement are refused, or "" if they are accepted.
+    @staticmethod
+    def proven_message(source, trimmed):
+        # The "=" ends the address. Without it, the cookie of an announcement that begins with a
+        # digit would also be valid for a longer address that ends in this digit
+        return source.encode() + b"=" + trimmed
 
-        `data` is at least as long as ICEBALL_VERSIONS. The settings may accept all builds of a
-        version, which stands in them without a build."""
-        _, hbversion, version = ICEBALL_VERSIONS.unpack_from(data)
-        if hbversion != ICEBALL_HBVERSION:
-            return "heartbeat version %d instead of %d" % (hbversion, ICEBALL_HBVERSION)
+    def version_error(self, versions):
+        """Return why the versions in an announcement are refused, or "" if they are accepted.
+
+        The settings may accept all builds of a version, which stands in them without a build."""
+        if versions.hbversion != ICEBALL_HBVERSION:
+            return "heartbeat version %d instead of %d" % (versions.hbversion, ICEBALL_HBVERSION)
         accepted = self.accepted_versions
         if not accepted:                    # the settings do not restrict the versions
             return ""
-        version_without_build = version & ~ICEBALL_BUILD_BITS
-        if version in accepted or version_without_build in accepted:
+        if not accepted.isdisjoint((versions.version, versions.version & ~ICEBALL_BUILD_BITS)):
             return ""
-        version_text = iceball_version_text(version)
         accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
-        return "Iceball version %s; accepted: %s" % (version_text, accepted_text)
+        return "Iceball version %s; accepted: %s" % (
+            iceball_version_text(versions.version), accepted_text)
 
     def reject(self, source, now, outcome, reason):
         """Record for /check why an announcement is rejected; return the answer to `source`.
@@ -5147,141 +5327,128 @@ class Iceball(UdpProtocol):
         somebody may forge a bad announcement in its name to achieve that. Therefore a source with
         a listed server gets no answer, and any other source gets few. Packets from loopback
         addresses cannot be forged, so they are always answered."""
-        self.registry.record_outcome(
-            source, "iceball", ICEBALL_UNKNOWN_PORT, outcome, now, reason)
+        self.record(source, 0, outcome, now, reason)
         if not is_loopback(source):
-            has_listed_server = source in self.registry.sources
-            if has_listed_server:
-                return b""
-            if not self.rejection_limiter.allow(source, now):
+            has_listed_server = source in self.registry.own.counts
+            if has_listed_server or not self.rejection_limiter.allow(source, now):
                 return b""
         if outcome == "version":
-            return ICEBALL_VERSIONS.pack(ICEBALL_BAD_VERSION, ICEBALL_HBVERSION, self.version)
+            return ICEBALL_VERSIONS.write(
+                kind=ICEBALL_BAD_VERSION, hbversion=ICEBALL_HBVERSION, version=self.version)
         return ICEBALL_BAD_FORMAT
 
-    def answer_with_cookie(self, data, source, now):
-        """Return an MSOK whose cookie carries this announcement.
-
-        `data` is an announcement of the right length and version, `source` the address that it came
-        from. The cookie is a MAC over the source and the trimmed announcement, followed by the
-        trimmed announcement itself."""
-        without_head = data[len(ICEBALL_HEAD):]
-        trimmed = without_head.rstrip(b"\0")
-        # By how much the MSOK would be longer than the announcement
-        surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus_bytes > 0:
-            rules = self.registry.rules
-            if not rules.allow_surplus("cookie", source, surplus_bytes, now):
-                # This cuts off the end of the map's name, the last field. The server sends its
-                # announcement again a second later, which may bring the whole name
-                trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
-        # The "=" ends the address. Without it, the cookie of an announcement that begins with a
-        # digit would also be valid for a longer address that ends in this digit
-        message = source.encode() + b"=" + trimmed
-        mac = self.cookie.make(message, now)
-        return ICEBALL_COOKIE + mac + trimmed
-
     def accept_handshake(self, data, peer, now):
-        """List or update the server whose handshake returns a cookie.
+        """List or update the server whose handshake returns a cookie. An HSHK has no answer.
 
-        `peer` is the (address, port) that it came from. Return b"", because an HSHK has no answer.
-        If the server is refused, the reason is recorded for /check. Raise Malformed if the cookie
-        did not go to this address, or is too old."""
+        Raise Malformed if the cookie did not go to this address, or is too old, and Refused if the
+        server may not be listed."""
         if data == ICEBALL_SAME_RETURNED:
-            return b""                      # answer_repeats() has refreshed the server already
+            return b""                      # the repeated announcement has refreshed the server
         source, _ = peer
-        packet = self.proven_announcement(data, source, now)
-        # The first two fields have been checked when the announcement came
-        (_, _, version, port, players, max_players, name, mode,
-         map_name) = ICEBALL_ANNOUNCEMENT.unpack(packet)
-        if self.is_sender_taken(peer, port):
-            self.registry.record_outcome(
-                source, "iceball", port, "owner", now,
-                "the UDP port that it came from announces another game port")
-            return b""
-        fields = {
-            "verified": "handshake",
-            "name": iceball_text(name),
-            "mode": cached_iceball_text(mode),
-            "map": cached_iceball_text(map_name),
-            "version": iceball_version_text(version),
-            "players": players,
-            "max_players": max_players,
-        }
-        server = self.list_proven(source, port, fields, now)
-        if server is not None:
-            # The chance that two of a million servers have the same 64-bit hash is 1 in 40 million
-            self.registry.set_fingerprint(server, hash((packet, source)))
-            self.set_sender(server, peer)
-        return b""
-
-    def proven_announcement(self, data, source, now):
-        """Return the whole announcement, 86 bytes, that the cookie in this handshake carries.
-
-        Raise Malformed if the cookie did not go to the address `source`, or is too old."""
-        mac = data[ICEBALL_MAC]
-        trimmed = data[ICEBALL_TRIMMED]
-        # The same message as in answer_with_cookie()
-        message = source.encode() + b"=" + trimmed
-        if not self.cookie.is_valid(mac, message, now):
+        returned = data[len(ICEBALL_HANDSHAKE):]
+        mac, trimmed = returned[:COOKIE_MAC_BYTES], returned[COOKIE_MAC_BYTES:]
+        if not self.cookie.is_valid(mac, self.proven_message(source, trimmed), now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
                             % COOKIE_WINDOW_S)
-        packet = ICEBALL_HEAD + trimmed
-        return packet.ljust(ICEBALL_ANNOUNCEMENT_BYTES, b"\0")
+        packet = (ICEBALL_HEAD + trimmed).ljust(ICEBALL_ANNOUNCEMENT.size, b"\0")
+        announced = ICEBALL_ANNOUNCEMENT.read(packet)
+        self.check_sender(peer, announced.port)
+        server = self.list_own(source, announced.port, {
+            "verified": "handshake",
+            "name": iceball_text(announced.name),
+            "mode": cached_iceball_text(announced.mode),
+            "map": cached_iceball_text(announced.map),
+            "version": iceball_version_text(announced.version),
+            "players": announced.players,
+            "max_players": announced.max_players,
+        }, now, self.timeout)
+        self.senders[peer] = server
+        self.registry.add_fingerprint(server, hash((packet, peer)))
+        return b""
 
-    def is_sender_taken(self, sender, port):
-        """Return whether to refuse a server because its sender already announces another one.
+    def check_sender(self, peer, port):
+        """Raise Refused if the sender of a handshake already announces another game port.
 
-        `sender` is the (address, UDP port) that a handshake came from, `port` the game port in it.
         A game server echoes every MSOK, even one for an announcement that was forged in its name.
         If a sender could announce several game ports, an attacker could thus list more servers at
-        its address. A server that is listed already is never refused."""
-        server = self.senders.get(sender)
-        if server is None or server.port == port:
-            return False
-        # list_proven() refuses port 0 with a reason that helps the operator more
-        if port == 0:
-            return False
-        source, _ = sender
-        rules = self.registry.rules
-        if rules.exempts(source):
-            return False
-        address = rules.listed_address(source)
-        return self.registry.get("iceball", address, port) is None
+        its address. A server that is listed already is never refused, and neither is port 0, which
+        list_own() refuses with a reason that helps the operator more."""
+        server = self.senders.get(peer)
+        source, _ = peer
+        if server is None or port in (server.port, 0) or not self.registry.has(server):
+            return
+        if self.rules.exempts(source):
+            return
+        if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
+            raise Refused(
+                "owner", "the UDP port that it came from announces another game port", port)
 
-    def list_proven(self, source, port, fields, now, claimed_address=""):
-        """List or refresh a server that has proven that it receives packets at `source`.
+    # The list
 
-        `port` is its game port, and `fields` holds attributes of Server. `claimed_address` is the
-        address that it gives itself, or "". Return the Server, or None if it is refused. Record
-        either for /check."""
-        registry = self.registry
-        rules = registry.rules
-        address = rules.listed_address(source, claimed_address)
-        key = "iceball", address, port
-        try:
-            server = registry.list_or_refresh(key, source, now, self.timeout, fields)
-        except Refused as refused:
-            registry.record_outcome(source, "iceball", port, refused.outcome, now, str(refused))
-            return None
-        registry.record_outcome(source, "iceball", port, "listed", now)
-        return server
+    def lists(self):
+        return {"master.json": ServerList(self.json_entry, join=self.json_list)}
 
-    def set_sender(self, server, sender):
-        """Remember `sender`, the (address, UDP port) that this listed server sends from."""
-        if server.sender != sender:
-            self.forget_sender(server)
-            server.sender = sender
-        self.senders[sender] = server
+    @staticmethod
+    def json_entry(server):
+        fields = {}
+        for key, attribute in ICEBALL_FIELDS.items():
+            fields[key] = getattr(server, attribute)
+        if server.official:             # the client takes any value of it for true
+            fields["official"] = True
+        return to_json(fields)
 
-    def on_server_gone(self, event: str, server: Server) -> None:
-        """Forget where a server that has left was sending from. `event` is always "gone"."""
-        self.forget_sender(server)
+    def json_list(self, entries, now):
+        return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
+            ICEBALL_HBVERSION, self.version, b",\n".join(entries))
 
-    def forget_sender(self, server: Server) -> None:
-        """Remove this server from `senders`, unless another server has taken its place there."""
-        if self.senders.get(server.sender) is server:
-            del self.senders[server.sender]
+    def fetch(self):
+        entries = yield from fetched_json("/master.json", "servers")
+        return (json_entry(entry, "players_current", "players_max") for entry in entries)
+
+    # What announces a game server
+
+    def check_announced(self, name, value):
+        if name == "version" and value:
+            read_iceball_version(value)
+
+    def announce(self, server):
+        """Announce in bursts of five packets, and answer each MSOK with a HSHK."""
+        while True:
+            is_answered = False
+            for gap_s in ICEBALL_GAPS_S:
+                data = yield Send(self.announcement(server), gap_s)
+                while data is not None:
+                    reply = self.reply_to_master(data)
+                    is_answered = is_answered or bool(reply.data)
+                    data = yield reply
+            if not is_answered:
+                yield Send(wait_s=0.0, state="no answer; are address and port right, and does UDP "
+                                             "get through?")
+
+    def announcement(self, server, **further):
+        version = server.version or ICEBALL_VERSION
+        return ICEBALL_ANNOUNCEMENT.write(
+            kind=ICEBALL_ANNOUNCE, hbversion=ICEBALL_HBVERSION,
+            version=read_iceball_version(version), port=server.port, players=server.players,
+            max_players=server.max_players, name=text_field(server.name, 30),
+            mode=text_field(server.mode, 10), map=text_field(server.map, 30))
+
+    def farewell(self, server):
+        return b""
+
+    @staticmethod
+    def reply_to_master(data):
+        """Return the Send that answers a master's packet. Raise MasterRefused for BADF and BADV."""
+        kind, cookie = data[:4], data[4:]
+        if kind == ICEBALL_COOKIE:
+            return Send(ICEBALL_HANDSHAKE + cookie, state="announced", accepted=True)
+        if kind == ICEBALL_BAD_FORMAT:
+            raise MasterRefused("the master cannot read the announcement")
+        if kind == ICEBALL_BAD_VERSION:
+            version = ICEBALL_VERSIONS.read(data.ljust(ICEBALL_VERSIONS.size, b"\0")).version
+            raise MasterRefused("the master lists Iceball %s and not this version"
+                                % iceball_version_text(version))
+        return Send()
 
 
 # The first byte of a packet of the first draft tells its kind
@@ -5296,17 +5463,12 @@ DRAFT_WRONG_VERSION = b"\7"
 DRAFT_SESSION_KINDS = DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE
 DRAFT_KINDS = (DRAFT_REQUEST, DRAFT_ID, DRAFT_TEXT, DRAFT_NUMBER, DRAFT_STILL_HERE,
                DRAFT_NO_SESSION, DRAFT_WRONG_VERSION)
-# In a game server's packets the kind is followed by hbversion, or by the id of its session
-DRAFT_VERSION = slice(1, 3)
-DRAFT_IDENTITY = slice(1, 5)
-# In a packet that sets a field, the number of the field follows the id, and the value comes last
-DRAFT_FIELD_NUMBER = slice(5, 6)
-DRAFT_FIELD_VALUE = slice(6, None)
 DRAFT_HBVERSION = b"\1\0"
-# The head of a request: kind, hbversion, port. The address follows as text
-DRAFT_REQUEST_HEAD = struct.Struct("<c2sH")
-# The head of the answer: kind, id, port. The address follows as text
-DRAFT_ID_HEAD = struct.Struct("<c4sH")
+# The heads of a request, of its answer, and of a packet with a field. A text or number follows
+DRAFT_REQUEST_HEAD = Form("<c 2s H", "kind hbversion port")
+DRAFT_ID_HEAD = Form("<c 4s H", "kind identity port")
+DRAFT_FIELD_HEAD = Form("<c 4s c", "kind identity field")
+DRAFT_VALUE = struct.Struct("<i")
 # The attribute of Server that a packet sets, by the kind of the packet and the number of the field
 DRAFT_FIELDS = {
     (DRAFT_TEXT, b"\1"): "name",
@@ -5314,26 +5476,19 @@ DRAFT_FIELDS = {
     (DRAFT_NUMBER, b"\1"): "players",
     (DRAFT_NUMBER, b"\2"): "max_players",
 }
-DRAFT_VALUE = struct.Struct("<i")
-# This many requests, the latest ones, are kept until their ids come back. Even if 30,000 forged
-# requests came each second, more than the program can read, a game server would have 0.3 s to
-# return its id
+# This many requests are kept until their ids come back. Even if 30,000 forged requests came each
+# second, more than the program can read, a game server would have 0.3 s to return its id
 DRAFT_REQUESTS = 8192
-# A source may have this many sessions for each server that it may list
-DRAFT_SESSIONS = 2
 
 
 class DraftSession(NamedTuple):
     """The session that a game server of the first draft has requested."""
 
-    # The session's id: 4 random bytes, which every further packet of the session repeats
-    identity: bytes
-    # The address that the game server gives itself, or ""
-    claimed_address: str
-    # The port that players connect to
-    port: int
-    # The monotonic time at which the session ends, unless a packet prolongs it
-    ends: float
+    identity: bytes             # 4 random bytes, which every further packet of the session repeats
+    claimed_address: str        # the address that the game server gives itself, or ""
+    port: int                   # the port that players connect to
+    ends: float                 # when the request ends, if the id has not come back until then
+    server: Optional[Server] = None     # None before the id has come back
 
 
 class IceballDraft:
@@ -5349,46 +5504,42 @@ class IceballDraft:
         < 07 0100                              wrong hbversion
 
     The id is random, so a game server that returns it must have received it. The first packet that
-    returns the id lists the server.
+    returns the id lists the server. The session lasts for as long as the server is listed.
     """
 
     def __init__(self, iceball):
-        """Begin without sessions.
-
-        `iceball` is the Iceball object, which receives the datagrams of both protocols."""
         self.iceball = iceball
-        self.registry = iceball.registry
-        # The sessions whose id has not come back yet, by peer. They are kept apart, because
-        # requests may be forged and must not push out a session whose id has come back
-        self.requests = collections.OrderedDict()
-        # The sessions whose id has come back, by address and then by peer
-        self.sessions = collections.defaultdict(collections.OrderedDict)
+        # DraftSessions by peer: those whose id has not come back yet, and the others. Requests may
+        # be forged, and must not push out a session whose id has come back
+        self.requests = Turns(DRAFT_REQUESTS)
+        self.sessions = {}
+
+    def tick(self, now):
+        for peer, session in list(self.sessions.items()):
+            if not self.iceball.registry.has(session.server):
+                del self.sessions[peer]
 
     def answer(self, data, peer, now):
         """Return the answer to a packet of the draft, or b"" if it gets none.
 
-        `peer` is the (address, port) that it came from. The first byte of `data` is one of the
-        DRAFT_KINDS. Raise Malformed if only masters send packets of this kind, or if the contents
-        cannot be read."""
+        The first byte of `data` is one of the DRAFT_KINDS. Raise Malformed if only masters send
+        packets of this kind, or if the contents cannot be read."""
         kind = data[:1]
         if kind == DRAFT_REQUEST:
             return self.answer_request(data, peer, now)
         if kind not in DRAFT_SESSION_KINDS:
             raise Malformed("type %d is sent by masters only" % ord(kind))
-        session = self.session_of(peer, data[DRAFT_IDENTITY], now)
+        session = self.session_of(peer, data[1:5], now)
         if session is None:
             return DRAFT_NO_SESSION
         name, value = read_draft_field(data)
-        fields = {"verified": "handshake"}
-        if name:
-            fields[name] = value
-        server = self.list_session(session, peer, fields, now)
-        if server is None or not name:
+        server = self.list_session(session, peer, {name: value} if name else {}, now)
+        if kind == DRAFT_STILL_HERE:
+            self.iceball.registry.add_fingerprint(server, hash((data, peer)))
+        if not name:
             return b""
         # The answer repeats the packet with the value that is now stored, which may be shorter
-        stored_value = getattr(server, name)
-        head = data[:DRAFT_FIELD_VALUE.start]
-        return head + draft_value_bytes(stored_value)
+        return data[:DRAFT_FIELD_HEAD.size] + draft_value_bytes(getattr(server, name))
 
     def answer_request(self, data, peer, now):
         """Answer a game server that requests an id: create a session, and return its id.
@@ -5396,99 +5547,51 @@ class IceballDraft:
         Return a DRAFT_WRONG_VERSION packet if the request has another hbversion, or b"" if a limit
         forbids an answer that is longer than the request. Raise Malformed if the request cannot be
         read."""
-        version = data[DRAFT_VERSION]
-        if len(version) < len(DRAFT_HBVERSION):
+        if len(data) < 3:
             raise Malformed("a request without a version")
-        if version != DRAFT_HBVERSION:
+        if data[1:3] != DRAFT_HBVERSION:
             return DRAFT_WRONG_VERSION + DRAFT_HBVERSION
-        claimed_address, port = read_draft_request(data)
+        text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
+        claimed_address = text.decode("ascii", "replace")
+        port = DRAFT_REQUEST_HEAD.read(data).port
         source, _ = peer
-        rules = self.registry.rules
-        address = rules.listed_address(source, claimed_address)
+        rules = self.iceball.rules
         identity = struct.pack("<I", RANDOM.getrandbits(32))
-        head = DRAFT_ID_HEAD.pack(DRAFT_ID, identity, port)
-        answer = head + draft_value_bytes(address)
-        surplus_bytes = len(answer) - len(data)
-        if not rules.allow_surplus("id", source, surplus_bytes, now):
+        head = DRAFT_ID_HEAD.write(kind=DRAFT_ID, identity=identity, port=port)
+        answer = head + draft_value_bytes(rules.listed_address(source, claimed_address))
+        if not rules.allow_surplus("id", source, len(answer) - len(data), now):
             return b""
-        ends = now + self.iceball.timeout
-        session = DraftSession(identity, claimed_address, port, ends)
-        keep_latest(self.requests, peer, session, DRAFT_REQUESTS)
+        session = DraftSession(identity, claimed_address, port, now + self.iceball.timeout)
+        self.requests.add(source, peer, session, rules.max_servers)
         return answer
 
     def session_of(self, peer, identity, now):
-        """Return this peer's session with the id `identity`, or None if there is none.
-
-        A session that was requested, and whose id the peer repeats for the first time, is returned
-        too. A session that has ended is not."""
-        source, _ = peer
-        sessions_of_source = self.sessions.get(source, {})
-        # A peer may have requested a new session while it still has an old one
-        old_session = sessions_of_source.get(peer)
-        requested_session = self.requests.get(peer)
-        for session in (old_session, requested_session):
-            if session is None or session.identity != identity:
-                continue
-            if now < session.ends:
-                return session
+        """Return this peer's session with this id, or None. A peer may have requested a new session
+        while it still has an old one."""
+        session = self.sessions.get(peer)
+        if session and session.identity == identity and self.iceball.registry.has(session.server):
+            return session
+        request = self.requests.get(peer)
+        if request and request.identity == identity and now < request.ends:
+            return request
         return None
 
     def list_session(self, session, peer, fields, now):
-        """List or refresh the game server of this session, and prolong the session.
+        """List or refresh the game server of this session, with these attributes of Server.
 
-        `fields` holds attributes of Server. Return the Server, or None if it is refused; the
-        session then stays as it is."""
+        Return the Server. Raise Refused if it may not be listed; the session then stays as it
+        is."""
         source, _ = peer
-        server = self.iceball.list_proven(
-            source, session.port, fields, now, session.claimed_address)
-        if server is None:
-            return None
-        # The id has come back, so the session moves from the requests to the sessions
-        self.requests.pop(peer, None)
-        ends = now + self.iceball.timeout
-        prolonged = session._replace(ends=ends)
-        self.keep_session(prolonged, peer)
-        if not server.name:
+        address = self.iceball.rules.listed_address(source, session.claimed_address)
+        if session.server is None:
             # Players see the endpoint until the server sends its name
-            name = endpoint_text(server.address, server.port)
-            self.registry.update(server, {"name": name})
+            fields = {"name": endpoint_text(address, session.port), **fields}
+        server = self.iceball.list_own(
+            source, session.port, {"verified": "handshake", **fields}, now, self.iceball.timeout,
+            session.claimed_address)
+        self.requests.pop(peer)
+        self.sessions[peer] = session._replace(server=server)
         return server
-
-    def keep_session(self, session, peer):
-        """Store this peer's session, whose id has come back.
-
-        If its source then has more sessions than DRAFT_SESSIONS allows, the oldest is deleted."""
-        source, _ = peer
-        rules = self.registry.rules
-        max_servers = rules.max_servers_per_source
-        if rules.exempts(source):
-            max_servers = rules.max_servers
-        max_sessions = DRAFT_SESSIONS * max_servers
-        keep_latest(self.sessions[source], peer, session, max_sessions)
-
-    def tick(self, now):
-        """Delete the sessions that have ended, and the sources that have no session left.
-
-        Requests need no clean-up, because only the latest DRAFT_REQUESTS are kept."""
-        # The loops go over copies, because they delete entries of the originals
-        for source, sessions in list(self.sessions.items()):
-            for peer, session in list(sessions.items()):
-                if now >= session.ends:
-                    del sessions[peer]
-            if not sessions:
-                del self.sessions[source]
-
-
-def read_draft_request(data):
-    """Return the address and the port in a request for an id.
-
-    The address is the one that the game server gives itself, or "" if it gives none. Raise
-    Malformed if the request is too short or does not end with a text."""
-    # A request that is too short has no text either, so the head is complete if this succeeds
-    text = read_draft_text(data[DRAFT_REQUEST_HEAD.size:])
-    _, _, port = DRAFT_REQUEST_HEAD.unpack_from(data)
-    claimed_address = text.decode("ascii", "replace")
-    return claimed_address, port
 
 
 def read_draft_field(data):
@@ -5497,15 +5600,16 @@ def read_draft_field(data):
     `name` is the attribute of Server that the packet sets. It is "" for a DRAFT_STILL_HERE, which
     sets none, and for a field that is not in DRAFT_FIELDS. Raise Malformed if the value cannot be
     read."""
-    kind = data[:1]
+    kind, field_number, raw_value = data[:1], data[5:6], data[6:]
     if kind == DRAFT_STILL_HERE:
         return "", None
-    field_number = data[DRAFT_FIELD_NUMBER]
-    raw_value = data[DRAFT_FIELD_VALUE]
     name = DRAFT_FIELDS.get((kind, field_number), "")
     if kind == DRAFT_TEXT:
         return name, decode_utf8(read_draft_text(raw_value))
-    return name, read_draft_number(raw_value)
+    if len(raw_value) != DRAFT_VALUE.size:
+        raise Malformed("number: expected 4 bytes")
+    number, = DRAFT_VALUE.unpack(raw_value)
+    return name, clamp(number)
 
 
 def read_draft_text(raw):
@@ -5518,16 +5622,6 @@ def read_draft_text(raw):
     return text
 
 
-def read_draft_number(raw):
-    """Return a signed 32-bit number, clamped to the range from 0 to PLAYERS_MAX.
-
-    Raise Malformed if `raw` does not have 4 bytes."""
-    if len(raw) != DRAFT_VALUE.size:
-        raise Malformed("number: expected 4 bytes")
-    number, = DRAFT_VALUE.unpack(raw)
-    return clamp(number)
-
-
 def draft_value_bytes(value):
     """Return the bytes that stand for this value, a str or an int, in a packet of the draft."""
     if isinstance(value, str):
@@ -5537,28 +5631,26 @@ def draft_value_bytes(value):
 
 # --- Hyperbol ------------------------------------------------------------------------------------
 
-HYPERBOL_MAGIC = b"HBSL"                            # begins the master's greeting
-HYPERBOL_GREETING = struct.Struct("<4sII")          # magic, key, players
-HYPERBOL_REQUEST = struct.Struct("<IB3x")           # key, filter
+HYPERBOL_GREETING = Form("<4s I I", "magic key players", magic=b"HBSL")
+HYPERBOL_REQUEST = Form("<I B 3x", "key filter")
 HYPERBOL_FILTER_UNOFFICIAL = 16     # the bit of the filter that asks for unofficial servers as well
-HYPERBOL_ENTRY = struct.Struct("<4sIB3x")           # address, port, flavor
+HYPERBOL_ENTRY = Form("<4s I B 3x", "address port flavor")
 HYPERBOL_UNOFFICIAL = 0             # the flavor of every server that the ini does not name
-# A player has this long to send the request. The document says "just a few seconds to ask for the
-# full list"
-HYPERBOL_REQUEST_S = 5.0
-# A whole query, and the beginning of its answer: type, timestamp
-HYPERBOL_MESSAGE_HEAD = struct.Struct("<BI")
-HYPERBOL_QUERY = 2                  # the type of a query
-HYPERBOL_ANSWER = 27                # the type of an answer
-# The rest of an answer, as the script in the document reads it. The fields that are not used here
-# are padding; the others are those of HyperbolInfo
-HYPERBOL_INFO = struct.Struct(
-    "<32s32sBBx64s"                 # name, mode, players, max_players, a zero, map
-    "21xII4x"                       # the address as text, port, flags, four unknown bytes
-    "16s37x"                        # version, unused fields
-    "BBBB3x"                        # imf, syndicate, republic, skill
-)
-HYPERBOL_ANSWER_BYTES = HYPERBOL_MESSAGE_HEAD.size + HYPERBOL_INFO.size     # 229
+HYPERBOL_QUERY = Form("<B I", "type timestamp", type=2)
+# As the script in the document reads it; padding stands for the fields that are not used here. A
+# text may fill its field, and ours leave room for a NUL
+HYPERBOL_ANSWER = Form(
+    "<B I 32s 32s B B x 64s 21x I I 4x 16s 37x B B B B 3x",
+    "type timestamp name mode players max_players map port flags version imf syndicate republic "
+    "skill",
+    texts={"name": 31, "mode": 31, "map": 63, "version": 15}, type=27)
+# The elements of the list in XML, as the script in the document writes them
+HYPERBOL_XML_SERVER = """\
+<server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
+playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
+skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
+"""
+HYPERBOL_XML_SILENT_SERVER = '<server ip="%(address)s" port="%(port)s" responding="0"/>\n'
 
 
 class Hyperbol(TcpProtocol, PolledGame):
@@ -5582,227 +5674,155 @@ class Hyperbol(TcpProtocol, PolledGame):
     """
 
     game = "hyperbol"
-
-    def __init__(self, core):
-        """Begin with the servers that the ini names. `core` is the program's Core."""
-        super().__init__(core)
-        registry = core.registry
-        self.full_list = RenderedList(registry, self.game, render_hyperbol_list)
-        self.official_list = RenderedList(registry, self.game, render_official_hyperbol_list)
-        # The flavors in the ini, by the address and port at which each server is listed
-        self.flavors = {}
-        self.read(core.settings)
+    title = "Hyperbol"
+    settings = HYPERBOL_SETTINGS
+    ports = (Port("tcp"),)
+    master_port = 20203
+    contact = Contact("Hyperbol servers", ANNOUNCE_COMMAND)
+    private = {"flavor": Private(HYPERBOL_UNOFFICIAL, json_number(0, 255))}
+    routes = {"/servers.xml": Route("servers.xml", "text/xml; charset=utf-8", of_any_game=True)}
+    exported = "servers.xml"
+    announced_by_http = True
+    ipv4_list = True
+    fetched_over = "tcp"
+    flavors: Mapping[Any, int] = {}     # of the servers that the ini names, by address and port
 
     def read(self, settings):
-        """Take over the servers that the settings name by host and port, each with its flavor."""
-        flavors_by_host = {}
-        for host, port, flavor in settings["hyperbol.servers"]:
-            flavors_by_host[host, port] = flavor
-        self.set_pinned(flavors_by_host)
+        super().read(settings)
+        self.named = {(host, port): flavor for host, port, flavor in settings["hyperbol.servers"]}
+
+    def named_servers(self):
+        return self.named
 
     def tick(self, now):
-        """Find the servers that the ini names, and give every listed server its flavor.
+        """Give each listed server its flavor if the ini has changed, or the address of a host."""
+        queries = super().tick(now)
+        flavors = self.named_endpoints()
+        if flavors != self.flavors:
+            self.flavors = flavors
+            for server in self.registry.servers(self.game):
+                if not server.master:       # else the other master sets it
+                    flavor = self.flavor(server.source, server.port)
+                    self.registry.update(server, {"private": flavor})
+        return queries
 
-        This is called once a second, because the addresses of host names may change."""
-        self.resolve_pinned(now)
-        self.update_flavors()
-        for endpoint, server in self.registry.games[self.game].items():
-            if server.master:
-                continue            # another master has heard this server and sets its flavor
-            flavor = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
-            self.registry.update(server, {"flavor": flavor})
+    def flavor(self, address, port):
+        return {"flavor": self.flavors.get((address, port), HYPERBOL_UNOFFICIAL)}
 
-    def update_flavors(self):
-        """Fill `flavors` with the flavors from the ini, by the listed address and port."""
-        self.flavors = {}
-        for (address, port), flavor in self.pinned_by_address.items():
-            listed_address = self.rules.listed_address(address)
-            self.flavors[listed_address, port] = flavor
+    # Its game servers
+
+    def question(self, target):
+        return HYPERBOL_QUERY.write(timestamp=target.nonce)
+
+    def read_answer(self, target, data):
+        answer = HYPERBOL_ANSWER.read(data)
+        if answer.timestamp != target.nonce:
+            raise Malformed("timestamp: not that of the open query")
+        return {
+            "name": answer.name,
+            "mode": answer.mode,
+            "map": answer.map,
+            "version": answer.version,
+            "players": answer.players,
+            "max_players": answer.max_players,
+            "details": {
+                "skill": str(answer.skill),
+                "flags": "0x%08x" % answer.flags,
+                "factions": "IMF %d, Syndicate %d, Republic %d" % (
+                    answer.imf, answer.syndicate, answer.republic),
+            },
+            "private": self.flavor(target.address, target.port),
+        }
+
+    def answer(self, server, data):
+        """Answer a master's query for a server that does not do it itself. Raise Malformed."""
+        query = HYPERBOL_QUERY.read_whole(data)
+        return HYPERBOL_ANSWER.write(
+            timestamp=query.timestamp, name=server.name, mode=server.mode, map=server.map,
+            players=min(server.players, 255), max_players=min(server.max_players, 255),
+            port=server.port, version=server.version)
+
+    def announced(self, source, port, fields, now):
+        """Query a server that has announced itself by HTTP. What it says of itself is ignored,
+        because its answer says that as well."""
+        super().announced(source, port, NO_DETAILS, now)
+
+    # Its lists
+
+    def lists(self):
+        return {
+            "all": ServerList(hyperbol_entry, is_ipv4),
+            "official": ServerList(hyperbol_entry, is_official_hyperbol),
+            "servers.xml": ServerList(hyperbol_xml_entry, join=self.xml_list),
+        }
 
     def session(self, address, now):
-        """Return the session for a new TCP connection from this address."""
         return HyperbolSession(self, address, now)
 
-    def on_http_announcement(self, source, port, fields, now):
-        """Query the game server at `source` and `port`, which has announced itself by HTTP.
+    def xml_list(self, entries, now):
+        rendered_at = utc_datetime(now + self.master.epoch).replace(microsecond=0)
+        head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n'
+        times = rendered_at.astimezone().isoformat(), rendered_at.isoformat()
+        return (head % times).encode() + b"".join(entries) + b"</serverlist>\n"
 
-        `fields` is ignored, because the answer to the query describes the server. Raise Refused if
-        the server may not be queried."""
-        if ":" in source:
-            raise Refused("bad packet", "Hyperbol's list has room for IPv4 addresses only; "
-                                        "this came from %s" % source)
-        self.query_newcomer(source, port, now)
-
-    def query(self, target):
-        """Return the datagram that queries this target. Its timestamp is the target's nonce."""
-        return HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, target.nonce)
-
-    def answer(self, target, data, now):
-        """List or refresh the target's server with the contents of its answer.
-
-        Return b"", because one answer completes the poll and needs no reply. Raise Malformed if
-        `data` does not answer the open query."""
-        fields = parse_hyperbol_answer(data, target.nonce)
-        endpoint = self.listed_endpoint(target)
-        if not fields["name"]:
-            fields["name"] = endpoint_text(*endpoint)
-        # Whole milliseconds, so that a little jitter does not change the list
-        fields["ping_ms"] = round(target.ping_ms)
-        fields["flavor"] = self.flavors.get(endpoint, HYPERBOL_UNOFFICIAL)
-        self.list_polled(target, fields, now)
-        return b""
+    def fetch(self):
+        received = yield from received_bytes(HYPERBOL_GREETING.size, HyperbolSession.idle_s)
+        greeting = HYPERBOL_GREETING.read(received)
+        # The document: "always just send a 255 first byte to guarantee that you get all servers"
+        request = HYPERBOL_REQUEST.write(key=greeting.key, filter=255)
+        most_bytes = HYPERBOL_ENTRY.size * LIST_SERVERS
+        data = yield from received_until_closed(request, most_bytes)
+        servers = []
+        for entry in HYPERBOL_ENTRY.read_all(data):     # a broken connection may cut the last one
+            address = ".".join(map(str, entry.address))
+            servers.append({"address": address, "port": entry.port, "flavor": entry.flavor})
+        return servers
 
 
-class HyperbolSession(Session):
+class HyperbolSession(MessageSession):
     """One TCP connection of a player who asks for the list."""
 
-    def __init__(self, hyperbol, address, now):
-        """Begin the session of a client at `address` that has just connected."""
-        self.hyperbol = hyperbol
-        self.address = address
-        self.deadline = now + HYPERBOL_REQUEST_S
-        # The request has to repeat this key, although that proves nothing over TCP
-        self.key = RANDOM.getrandbits(32)
-        # The bytes of the request that have come so far
-        self.request = b""
+    # The document: "just a few seconds to ask for the full list". Its script waits as long for us
+    idle_s = 5.0
 
     def opened(self, now):
-        """Return the greeting: the key, and the number of players on all servers."""
-        registry = self.hyperbol.registry
-        census_by_game = registry.census(now)
-        nobody = Census()           # a game without servers has no census
-        census = census_by_game.get(self.hyperbol.game, nobody)
-        return HYPERBOL_GREETING.pack(HYPERBOL_MAGIC, self.key, census.players)
+        # The request has to repeat this key, although that proves nothing over TCP
+        self.key = RANDOM.getrandbits(32)
+        census = self.registry.census(now).get(self.game, Census())
+        return HYPERBOL_GREETING.write(key=self.key, players=census.players)
 
-    def receive(self, data, now):
-        """Collect the bytes of the request; return the list once the request is complete.
+    def size(self, now):
+        return HYPERBOL_REQUEST.size
 
-        Return b"" while bytes are missing, and for an address that asks too often. Setting `done`
-        closes the connection when the list has been sent. Raise Malformed if the request does not
-        repeat the key of the greeting."""
-        self.request += data
-        if self.done or len(self.request) < HYPERBOL_REQUEST.size:
-            return b""
+    def message(self, message, now):
         self.done = True
-        key, filter_bits = HYPERBOL_REQUEST.unpack_from(self.request)
-        if key != self.key:
-            raise Malformed("key: %08x instead of %08x" % (key, self.key))
-        hyperbol = self.hyperbol
-        if not hyperbol.rules.request_limiter.allow(self.address, now):
-            return b""
-        if filter_bits & HYPERBOL_FILTER_UNOFFICIAL:
-            return hyperbol.full_list.get(now)
-        return hyperbol.official_list.get(now)
-
-    def tick(self, now):
-        """Close the connection if the request is still incomplete at the deadline.
-
-        Return b"", because nothing is to be sent."""
-        if now >= self.deadline:
-            self.done = True
-        return b""
+        request = HYPERBOL_REQUEST.read(message)
+        if request.key != self.key:
+            raise Malformed("key: %08x instead of %08x" % (request.key, self.key))
+        if request.filter & HYPERBOL_FILTER_UNOFFICIAL:
+            return self.rendered("all", now)
+        return self.rendered("official", now)
 
 
-def render_hyperbol_list(servers):
-    """Return the list in the bytes of the protocol, 12 for each server.
-
-    It has those servers that answer and have an IPv4 address, because an entry has no room for an
-    IPv6 address."""
-    eligible = []
-    for server in servers:
-        is_ipv6 = ":" in server.address
-        if server.responding and not is_ipv6:
-            eligible.append(server)
-    entries = cached_entries(eligible, "hyperbol", render_hyperbol_entry)
-    return b"".join(entries)
+def hyperbol_entry(server):
+    return HYPERBOL_ENTRY.write(address=ipv4_bytes(server.address), port=server.port,
+                                flavor=server.private["flavor"])
 
 
-def render_official_hyperbol_list(servers):
-    """Return Hyperbol's list without the unofficial servers, as bytes."""
-    official = [server for server in servers if server.flavor != HYPERBOL_UNOFFICIAL]
-    return render_hyperbol_list(official)
+def is_official_hyperbol(server):
+    return is_ipv4(server) and server.private["flavor"] != HYPERBOL_UNOFFICIAL
 
 
-def render_hyperbol_entry(server):
-    """Return the 12 bytes of this server in the list. Its address is an IPv4 address."""
-    address = ipv4_bytes(server.address)
-    return HYPERBOL_ENTRY.pack(address, server.port, server.flavor)
-
-
-class HyperbolInfo(NamedTuple):
-    """The fields of a game server's answer that are used here, in the order of HYPERBOL_INFO.
-
-    A text ends with a NUL, unless it fills its field."""
-
-    name: bytes
-    mode: bytes                     # the document calls it gametype
-    players: int
-    max_players: int
-    map: bytes
-    port: int
-    flags: int
-    version: bytes
-    imf: int                        # this and the next two: the players of each faction
-    syndicate: int
-    republic: int
-    skill: int
-
-
-def parse_hyperbol_answer(data, timestamp):
-    """Parse a game server's answer to a query; return a dict of attributes of Server.
-
-    `timestamp` is the number in the query, which the answer has to repeat. Raise Malformed if it
-    does not, or if the answer is too short or has the wrong type."""
-    if len(data) < HYPERBOL_ANSWER_BYTES:
-        raise Malformed("an answer of %d bytes instead of %d" % (len(data), HYPERBOL_ANSWER_BYTES))
-    message_type, answered_timestamp = HYPERBOL_MESSAGE_HEAD.unpack_from(data)
-    if message_type != HYPERBOL_ANSWER:
-        raise Malformed("an answer begins with %d and not with %d"
-                        % (HYPERBOL_ANSWER, message_type))
-    if answered_timestamp != timestamp:
-        raise Malformed("timestamp: not that of the open query")
-    values = HYPERBOL_INFO.unpack_from(data, HYPERBOL_MESSAGE_HEAD.size)
-    info = HyperbolInfo(*values)
-    factions = info.imf, info.syndicate, info.republic
-    return {
-        "name": decode_legacy(c_string(info.name)),
-        "mode": decode_legacy(c_string(info.mode)),
-        "map": decode_legacy(c_string(info.map)),
-        "version": decode_legacy(c_string(info.version)),
-        "players": info.players,
-        "max_players": info.max_players,
-        "details": {
-            "skill": str(info.skill),
-            "flags": "0x%08x" % info.flags,
-            "factions": "IMF %d, Syndicate %d, Republic %d" % factions,
-        },
-    }
-
-
-def parse_hyperbol_greeting(data):
-    """Return (key, players) from a master's greeting: "HBSL", then two unsigned 32-bit numbers.
-
-    `players` is the number of players on all servers. Raise Malformed if `data` is too short or
-    does not begin with "HBSL"."""
-    is_complete = len(data) >= HYPERBOL_GREETING.size
-    if not is_complete or not data.startswith(HYPERBOL_MAGIC):
-        raise Malformed("a greeting begins with HBSL and has 12 bytes; this is %s"
-                        % ascii(data[:HYPERBOL_GREETING.size]))
-    _, key, players = HYPERBOL_GREETING.unpack_from(data)
-    return key, players
-
-
-def parse_hyperbol_list(data):
-    """Return a tuple (address, port, flavor) for each server in a list, the address as text.
-
-    The connection may break within an entry, so an incomplete one at the end is ignored."""
-    entry_count = len(data) // HYPERBOL_ENTRY.size
-    complete_entries = data[:entry_count * HYPERBOL_ENTRY.size]
-    servers = []
-    for address_bytes, port, flavor in HYPERBOL_ENTRY.iter_unpack(complete_entries):
-        address = ".".join(map(str, address_bytes))
-        servers.append((address, port, flavor))
-    return servers
+def hyperbol_xml_entry(server):
+    """Return a server's element in /servers.xml. It may be a server of another game."""
+    values = {}
+    for name in ("address", "port", "name", "mode", "players", "max_players", "map", "version"):
+        values[name] = html.escape(str(getattr(server, name)))
+    values["skill"] = html.escape(server.details.get("skill", "0"))
+    values["flavor"] = str(server.private.get("flavor", HYPERBOL_UNOFFICIAL))
+    values["ping"] = str(round(server.ping_ms or 0))
+    template = HYPERBOL_XML_SERVER if server.responding else HYPERBOL_XML_SILENT_SERVER
+    return (template % values).encode()
 
 
 # --- SubSpace ------------------------------------------------------------------------------------
@@ -13838,42 +13858,18 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 
 
 # ================================================================================================
-# 10  The table of protocols
+# 10  The games
 #
-# To add a game: write its class in section 7, add an entry here, its settings in section 3 and its
-# title in section 9, and put its packets into the tests. README.md shows how. A protocol listens on
-# the port in its setting plus `offset`; if the setting is empty, the protocol is switched off.
+# GAMES is the table of the rooms, from which every other table of games is derived. To add a game,
+# write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-class ProtocolEntry(NamedTuple):
-    """One protocol on one port."""
-
-    name: str
-    transport: str                  # "udp" or "tcp"; "" for a protocol without a socket of its own
-    setting: str                    # its port, or ports; "" for any free port
-    offset: int                     # is added to the port in the setting
-    make: Callable[[Core], Any]     # creates the UdpProtocol or the TcpProtocol
-    tls_setting: str = ""           # its further ports, at which it is encrypted by TLS
-    uses_tls: bool = False          # True in the copy of an entry that is for these ports
-
-
-PROTOCOLS = (
-    ProtocolEntry("iceball", "udp", "iceball.port", 0, Iceball),
-    ProtocolEntry("hyperbol", "tcp", "hyperbol.port", 0, Hyperbol),
-    ProtocolEntry("subspace", "udp", "subspace.port", 0, SubSpaceList),
-    ProtocolEntry("subspace", "udp", "subspace.port", 1, SubSpacePing),
-    ProtocolEntry("aio", "tcp", "aio.port", 0, Aio),
-    ProtocolEntry("quake3", "udp", "quake3.port", 0, Quake3),
-    ProtocolEntry("http", "tcp", "http.ports", 0, Web, "http.https_ports"),
-    ProtocolEntry("luanti", "", "", 0, Luanti),
-    ProtocolEntry("ddnet", "", "", 0, Ddnet),
-    # The last one, because its tick then queries servers that the others have just named
-    ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
-)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol)
 
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+ROOMS = {game.game: game for game in GAMES}
 
 # ================================================================================================
 # 11  Event loop
@@ -17499,6 +17495,10 @@ class MasterServer:
         self.upstream: Dict[str, UpstreamState] = {}
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
+        self.epoch = time.time() - time.monotonic()
+        self.resolve = self.host_names.resolve
+        self.rooms = {game.game: game(self) for game in GAMES}
+        # What is called once a second, and after a reload
         self.protocols = [self.news]
         self.udp_sockets, self.tcp_listeners = [], []
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
