@@ -3954,6 +3954,8 @@ class Session:
     done = False
     # Received bytes that have not been answered yet
     buffer = b""
+    # A long body that other connections share. It is sent after the bytes that a method returned
+    body = b""
     # True for the connection of a game server that publishes itself here. If there are too many
     # connections, those of game servers are closed last
     kept = False
@@ -11801,11 +11803,12 @@ def render_latest(x, y, text):
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats its response, but reads
-# and writes bytes in memory instead of a socket. One function for each route makes the response.
-# Every response carries `Length` beside `Content-Length`, because the Iceball client exits without
-# it. Lists are cached until the next tick. Whole responses are cached too, by the bytes of their
-# requests, so most requests cost one look-up.
+# The page and the lists over HTTP. http.server parses a request and formats the head of its
+# response, but reads and writes bytes in memory instead of a socket. One function for each route
+# makes the response. Every response carries `Length` beside `Content-Length`, because the Iceball
+# client exits without it. A list is rendered at most once a second, and whoever asks for it gets
+# the same body. Whole responses are kept for a second by the bytes of their requests, so most
+# requests cost one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -11826,7 +11829,6 @@ JSON_TYPE = "application/json; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
 XML_TYPE = "application/xml; charset=utf-8"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
@@ -11844,8 +11846,6 @@ BANNER_FIELDS = {
     "Cache-Control": "public, max-age=60",
     "Vary": "Accept-Encoding",
 }
-# A request with any other method is answered with 501
-METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 
 
 # DDNet's routes. The version in them is that of the registrations
@@ -11857,6 +11857,8 @@ DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
 DDNET_REGISTRATION_TOKENS = 2
 # The longest bodies, by route, where they are not HTTP_BODY_BYTES
 BODY_BYTES = {DDNET_REGISTER: DDNET_INFO_BYTES}
+# The generation of a list that is kept until the next tick, whether servers change or not
+NO_GENERATION = -1
 
 
 class HttpError(Exception):
@@ -11866,7 +11868,6 @@ class HttpError(Exception):
     are header fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
-        """Take the HTTP status, the text for the client, and header fields by name."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
@@ -11884,32 +11885,26 @@ class DiskNeeded(Exception):
 
 
 class HttpResponse:
-    """The response that a route function returns: the body, the status and header fields."""
+    """The response that a route function returns: the body, the status and header fields.
 
-    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS):
-        """Take the body as bytes, its media type, the HTTP status, and header fields by name.
+    The fields replace those of DEFAULT_FIELDS. A public response is the same for all clients:
+    browsers and proxies may keep it for CACHE_S seconds, and Web keeps it until the next tick."""
 
-        The given fields replace the default ones. By default a response may not be cached."""
+    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS, is_public=False):
         self.body = body
         self.status = status
+        self.is_public = is_public
         self.fields = {"Content-Type": media_type, "Cache-Control": "no-store", **fields}
+        if is_public:
+            digest = hashlib.blake2b(body, digest_size=8).hexdigest()
+            self.fields["ETag"] = 'W/"%s"' % digest
+            self.fields["Vary"] = "Accept-Encoding"
+            self.fields["Cache-Control"] = "public, max-age=%d" % CACHE_S
 
     @functools.cached_property
     def gzipped_body(self):
         """The body in gzip's format. It is compressed once, even if the response is sent often."""
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
-
-
-def public_response(body, media_type):
-    """Return a response that is the same for all clients.
-
-    Browsers and proxies may keep it for CACHE_S seconds; Web keeps it until the next tick."""
-    digest = hashlib.blake2b(body, digest_size=8).hexdigest()
-    return HttpResponse(body, media_type, fields={
-        "ETag": 'W/"%s"' % digest,
-        "Vary": "Accept-Encoding",
-        "Cache-Control": "public, max-age=%d" % CACHE_S,
-    })
 
 
 # --- One request ---------------------------------------------------------------------------------
@@ -11918,23 +11913,8 @@ def public_response(body, media_type):
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
-
-
-def head_end(data):
-    """Return the length of a request's head, or 0 if the head is not complete yet.
-
-    Raise HttpError if the data cannot be a request, or if the head is too long."""
-    line, _, _ = data.partition(b"\n")
-    if not line[:1].isalpha():
-        raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
-    if len(line) > HTTP_LINE_BYTES:
-        raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
-    match = HEAD_END.search(data)
-    end = match.end() if match else 0
-    head_bytes = end or len(data)
-    if head_bytes > HTTP_HEAD_BYTES:
-        raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
-    return end
+# A weight of 0 refuses a coding (RFC 9110, 12.4.2)
+GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
 class HttpRequest(http.server.BaseHTTPRequestHandler):
@@ -11943,10 +11923,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     now, address   the time of the request, and the client's address
     peer_address   that of the other end of the connection; if it is a proxy, not `address`
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
-    page, query    the path without its query, and the values of the query by name
-    route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
+    page           the path without its query
+    route          the path of a route, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
-    status         the status of the response
+    announced      the game and the port that the request announces, for the record of a refusal
     disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
@@ -11954,22 +11934,26 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     headers = http.client.HTTPMessage()
     scheme = "http"
     page = "/"
-    query: Dict[str, str] = {}
+    query_text = ""
     route = "none"
-    body_bytes = status = 0
+    body = b""
+    body_bytes = 0
+    announced = "announce", 0
     disk_result: Any = None
 
     def __init__(self, head):
         """Take the head: the request line, the header lines, and the empty line after them."""
         self.head = head
-        self.body = b""
         self.close_connection = True
-        self.wfile: Any = io.BytesIO()
 
     def parse(self):
         """Parse the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
-        self.check_header_lines(header_lines)
+        for line in header_lines.split(b"\n"):
+            if line in (b"", b"\r"):
+                break
+            if not HEADER_LINE.fullmatch(line):
+                raise HttpError(400, "A header line is not NAME: VALUE.")
         # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
         # them, so they are percent-encoded here
         self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
@@ -11980,35 +11964,14 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             raise HttpError(400, "Exactly one Host header is required.")
         if "close" in self.header("Connection").lower():        # Perl's clients say "TE, close"
             self.close_connection = True
-        if self.command not in METHODS_KNOWN:
+        if self.command not in "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split():
             raise HttpError(501, "The method %s is not known." % self.command[:32])
-        self.read_path()
-        self.read_length()
-
-    @staticmethod
-    def check_header_lines(header_lines):
-        """Raise HttpError if a line, up to the empty one at the end, is not NAME: VALUE."""
-        for line in header_lines.split(b"\n"):
-            if line in (b"", b"\r"):
-                return
-            if not HEADER_LINE.fullmatch(line):
-                raise HttpError(400, "A header line is not NAME: VALUE.")
-
-    def read_path(self):
-        """Set `page`, `route` and `query` from the path of the request line."""
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
-        page, _, query = path.partition("?")
-        if page:
-            self.page = page
+        page, _, self.query_text = path.partition("?")
+        self.page = page or "/"
         self.route = self.page if self.page in ROUTES else "other"
-        query_values: Dict[str, str] = {}
-        for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
-            if name == "country" and name in query_values:
-                # The boxes of a form have one name
-                value = "%s,%s" % (query_values[name], value)
-            query_values[name] = value
-        self.query = query_values
+        self.read_length()
 
     def read_length(self):
         """Set `body_bytes` from Content-Length.
@@ -12033,6 +11996,17 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         return ",".join(self.headers.get_all(name, []))
 
     @functools.cached_property
+    def query(self):
+        """The values of the query by name."""
+        values: Dict[str, str] = {}
+        for name, value in urllib.parse.parse_qsl(self.query_text, keep_blank_values=True):
+            if name == "country" and name in values:
+                # The boxes of a form have one name
+                value = "%s,%s" % (values[name], value)
+            values[name] = value
+        return values
+
+    @functools.cached_property
     def luanti_json(self):
         """The JSON in the form that a Luanti game server posts; b"" if the body is not such a form.
 
@@ -12047,7 +12021,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         value, _, _ = content.partition(b"\r\n--")
         return value
 
-    # http.server calls the next four methods. Its own ones write to a socket or to standard error
+    # http.server calls the next two methods. Its own ones write to a socket
 
     def handle_expect_100(self):
         """Send nothing to a client that expects a "100 Continue": the Iceball client exits at it.
@@ -12056,49 +12030,54 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         return True
 
     def send_error(self, code, message=None, explain=None):
-        """Raise an HttpError for the error that http.server has found in the request."""
         raise HttpError(code, "%s." % message)
 
-    def log_request(self, code="-", size="-"):
-        """Note the status of the response, which http.server passes here for a log."""
-        self.status = code
+    def respond(self, response, extra_fields):
+        """Return the status, the head and the body with which an HttpResponse answers this request.
 
-    def version_string(self):
-        """Return the value of the header field Server."""
-        return "masterserver/" + __version__
-
-    def encode(self, response, extra_fields=NO_FIELDS):
-        """Return the bytes of an HttpResponse to this request, with these further header fields.
-
-        A response to HEAD, or with status 304, has no body, but its head gives the body's
-        length."""
+        `extra_fields` are further header fields. A response to HEAD, or with status 304, has no
+        body, but its head gives the body's length."""
+        status = response.status
         body = response.body
-        fields = {**DEFAULT_FIELDS, **extra_fields, **response.fields}
-        takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
-        if takes_gzip and GZIP_MIN_BYTES <= len(body) <= GZIP_MAX_BYTES:
-            body = response.gzipped_body
-            fields["Content-Encoding"] = "gzip"
+        fields = {
+            "Server": "masterserver/" + __version__,
+            "Date": self.date_time_string(),
+            **DEFAULT_FIELDS,
+            **extra_fields,
+            **response.fields,
+        }
+        if GZIP_MIN_BYTES <= len(body) <= GZIP_MAX_BYTES:
+            if GZIP_ACCEPTED.search(self.header("Accept-Encoding")):
+                body = response.gzipped_body
+                fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
         fields["Connection"] = "close" if self.close_connection else "keep-alive"
         if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
             fields["Access-Control-Allow-Origin"] = "*"
-        is_unchanged = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
+        if response.is_public and response.fields["ETag"] in self.header("If-None-Match"):
+            status = 304
+        if status == 304 or self.head.startswith(b"HEAD "):
+            body = b""
         self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
-        self.send_response(304 if is_unchanged else response.status)
+        self.wfile: Any = io.BytesIO()
+        self.send_response_only(status)
         for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
-        if not is_unchanged and not self.head.startswith(b"HEAD "):
-            self.wfile.write(body)
-        return self.wfile.getvalue()
+        return status, self.wfile.getvalue(), body
 
 
 # --- One connection ------------------------------------------------------------------------------
 
-class CachedResponse(NamedTuple):
-    """The bytes of a response, to be sent again to requests with the same bytes."""
+# A longer body is not copied behind its head. It exists once, however many wait for it
+SHARED_BODY_BYTES = 16384
 
-    data: bytes
+
+class CachedResponse(NamedTuple):
+    """A response as it is sent, once more to each request with the same bytes."""
+
+    data: bytes                         # the head, and the body if it is short
+    body: bytes                         # a long body, which others share
     closes_connection: bool
     count_key: Tuple[str, int]          # (route, status), the key in Web.request_counts
 
@@ -12115,37 +12094,32 @@ class HttpSession(Session):
         # The requests of a proxy are not answered from the cache, because each of them counts
         # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
-        self.cache = {} if self.is_proxy else web.cache
+        self.cache = {} if self.is_proxy else web.caches["http"]
         self.scheme = "http"
-        self.extra_fields = NO_FIELDS   # header fields of all responses on this connection
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
 
     def encrypted(self):
-        """Note that the connection is encrypted. Its responses may have one more header field."""
         self.scheme = "https"
-        self.extra_fields = self.web.encrypted_fields
         if not self.is_proxy:
-            self.cache = self.web.encrypted_cache
+            self.cache = self.web.caches["https"]
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
 
         Return b"" if the request is not complete, or waits for the disk. A request whose bytes are
-        in the cache gets its response without being parsed."""
+        in the cache gets its response without being parsed. A long body is left in `body`."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
             if cached and web.rules.request_limiter.allow(self.address, now):
-                response, self.done, count_key = cached
+                response, self.body, self.done, count_key = cached
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return response
             is_registration = data.startswith(DDNET_REQUEST_START)
             if is_registration and web.refresh_repeated(data, self.address, now):
-                # Like game servers that repeat themselves by UDP, these are not limited
-                self.deadline = now + HTTP_IDLE_S
-                return web.repetition_response(self.extra_fields)
+                return self.answer_repetition(now)
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -12154,8 +12128,7 @@ class HttpSession(Session):
         try:
             if not self.has_whole_request(now):
                 return b""
-            response = web.response_to(self.request)
-            return self.finish_request(response, now)
+            return self.finish_request(web.response_to(self.request), now)
         except DiskNeeded as needed:
             self.job = needed.job
             return b""
@@ -12165,38 +12138,39 @@ class HttpSession(Session):
     def has_whole_request(self, now):
         """Is the first request in the buffer complete, with its body?
 
-        Its head is moved into `request` as soon as it is complete. Raise HttpError if the request
-        is malformed."""
-        if self.request is None and not self.read_head():
-            return False
+        Its head is moved into `request` as soon as it is complete. Raise HttpError if the data
+        cannot be a request, or if it is malformed."""
         request = self.request
+        if request is None:
+            self.buffer = self.buffer.lstrip(b"\r\n")       # some clients send a blank line first
+            line, _, _ = self.buffer.partition(b"\n")
+            if line and not line[:1].isalpha():
+                raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without "
+                                     "TLS.")
+            if len(line) > HTTP_LINE_BYTES:
+                raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
+            match = HEAD_END.search(self.buffer)
+            head_bytes = match.end() if match else len(self.buffer)
+            if head_bytes > HTTP_HEAD_BYTES:
+                raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
+            if match is None:
+                return False
+            request = self.request = HttpRequest(self.buffer[:head_bytes])
+            self.buffer = self.buffer[head_bytes:]
+            try:
+                request.parse()
+            except HttpError:
+                # After a malformed head nobody knows where the next request begins
+                request.close_connection = True
+                raise
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.peer_address = self.address
         request.scheme = self.scheme
-        request.address = self.web.client_address(
-            self.address, request.header("X-Forwarded-For"))
+        request.address = request.peer_address = self.address
+        if self.is_proxy:
+            request.address = self.web.client_address(
+                self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
-
-    def read_head(self):
-        """Parse the head of the next request, and move it from the buffer into `request`.
-
-        Return False if the head is not complete yet. Raise HttpError if it is malformed."""
-        self.buffer = self.buffer.lstrip(b"\r\n")           # some clients send a blank line first
-        if not self.buffer:
-            return False
-        end = head_end(self.buffer)
-        if not end:
-            return False
-        self.request = HttpRequest(self.buffer[:end])
-        self.buffer = self.buffer[end:]
-        try:
-            self.request.parse()
-        except HttpError:
-            # After a malformed head nobody knows where the next request begins
-            self.request.close_connection = True
-            raise
-        return True
 
     def finish_request(self, response, now):
         """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
@@ -12204,28 +12178,39 @@ class HttpSession(Session):
         The request is counted. A public response goes into the cache."""
         request = self.request
         web = self.web
-        if self.must_close_after(response.status):
+        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
+        # too. Other clients of a proxy may still be within their limits
+        if response.status in (408, 503) or (response.status == 429 and not self.is_proxy):
             request.close_connection = True
-        data = request.encode(response, self.extra_fields)
-        cached = CachedResponse(data, request.close_connection, (request.route, request.status))
-        web.request_counts[cached.count_key] += 1
-        is_public = "ETag" in response.fields
-        if is_public and not self.is_proxy and not request.body:
+        status, data, body = request.respond(response, web.scheme_fields[self.scheme])
+        if len(body) <= SHARED_BODY_BYTES:
+            data, body = data + body, b""
+        count_key = request.route, status
+        web.request_counts[count_key] += 1
+        if response.is_public and not self.is_proxy and not request.body:
+            cached = CachedResponse(data, body, request.close_connection, count_key)
             web.remember(self.cache, request.head, cached)
+        self.body = body
+        self.done = request.close_connection
         self.buffer = self.buffer[request.body_bytes:]
         self.request = None
-        self.done = cached.closes_connection
         self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
         return data
 
-    def must_close_after(self, status):
-        """Must the connection end after a response with this status?
+    def answer_repetition(self, now):
+        """Return the response to a DDNet server that repeats its registration.
 
-        It must if the master is overloaded or the client over its limit, because its next requests
-        would be refused too."""
-        if status == 429:
-            return not self.is_proxy        # other clients of the proxy are not over the limit
-        return status in (408, 503)
+        Like game servers that repeat themselves by UDP, these are not limited."""
+        self.deadline = now + HTTP_IDLE_S
+        self.web.request_counts[DDNET_REGISTER, 200] += 1
+        # No request has this key, because it is not bytes
+        if DDNET_REGISTER not in self.cache:
+            request = HttpRequest(DDNET_REQUEST_START)      # respond() needs no more of it
+            request.close_connection = False
+            _, head, body = request.respond(
+                ddnet_response(DDNET_SUCCESS), self.web.scheme_fields[self.scheme])
+            self.cache[DDNET_REGISTER] = head + body
+        return self.cache[DDNET_REGISTER]
 
     def refuse(self, error, now):
         """Return the bytes of the response that tells the client of an HttpError.
@@ -12233,13 +12218,9 @@ class HttpSession(Session):
         If the error came before a head was complete, the whole buffer counts as the request."""
         if self.request is None:
             self.request = HttpRequest(self.buffer)
-        response = self.web.error_response(self.request, error)
-        return self.finish_request(response, now)
+        return self.finish_request(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
-        """Answer the request, now that the disk thread has done its job.
-
-        `result` is what the job has returned, or its exception. Return the bytes to send."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
@@ -12260,20 +12241,14 @@ class HttpSession(Session):
 
 
 class RefusedConnection(HttpSession):
-    """A connection that exceeds a limit. It is answered with 429 and closed."""
+    """A connection that is answered with an error, without waiting for a request, and closed."""
+
+    def __init__(self, web, address, now, error):
+        super().__init__(web, address, now)
+        self.error = error
 
     def opened(self, now):
-        """Return the bytes of the response, without waiting for a request."""
-        hint = "Too many connections at once; wait a few seconds."
-        return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
-
-
-class PlainConnection(HttpSession):
-    """A connection without TLS at a port for HTTPS. It is answered with 400 and closed."""
-
-    def opened(self, now):
-        """Return the bytes of the response, without waiting for a request."""
-        response = self.refuse(HttpError(400, "This port speaks HTTPS; write https://."), now)
+        response = self.refuse(self.error, now)
         self.done = True
         return response
 
@@ -12288,36 +12263,33 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core):
-        """Serve the registry, settings and statistics of a Core."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.rules = core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
-        # Whole responses by the bytes of the request: by HTTP, and by HTTPS
-        self.cache: Dict[bytes, CachedResponse] = {}
-        self.encrypted_cache: Dict[bytes, CachedResponse] = {}
-        self.cache_bytes = 0            # the size of both together
-        # The responses to DDNet servers that repeat their registrations, by the header fields of
-        # the connection
-        self.repetition_responses: Dict[Any, bytes] = {}
-        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
+        # Whole responses by the bytes of the request
+        self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
+        self.cache_bytes = 0            # the size of both together, without the bodies they share
+        # Whole lists by (route, game): the response, the generation that it shows, and the tick
+        # after which it was rendered
+        self.lists: Dict[Any, Tuple[HttpResponse, int, int]] = {}
+        self.ticks = 0
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
-        """Return the HttpSession for a new connection from this address."""
         return HttpSession(self, address, now)
 
     def refusal(self, address, now):
-        """Return the session for a new connection that exceeds a limit."""
-        return RefusedConnection(self, address, now)
+        hint = "Too many connections at once; wait a few seconds."
+        return RefusedConnection(self, address, now, HttpError(429, hint, RETRY_AFTER))
 
     def plain_refusal(self, address, now):
-        """Return the session for a client that speaks HTTP without TLS at a port for HTTPS."""
-        return PlainConnection(self, address, now)
+        error = HttpError(400, "This port speaks HTTPS; write https://.")
+        return RefusedConnection(self, address, now, error)
 
     def serves(self, server):
         """Is the server's game one of the operator's own? All other games have protocols."""
@@ -12333,19 +12305,24 @@ class Web(TcpProtocol):
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
-        self.encrypted_fields = NO_FIELDS
+        # The header fields of all responses by HTTP, and by HTTPS
+        self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
             # Browsers that have come by HTTPS once use nothing else for a day
-            self.encrypted_fields = {"Strict-Transport-Security": "max-age=%d" % DAY}
+            self.scheme_fields["https"] = {"Strict-Transport-Security": "max-age=%d" % DAY}
         self.registry.forget_entries()      # rows of the list contain the titles of games
         self.forget_responses()
 
     def tick(self, now):
-        """Drop all cached responses once a second, because servers have changed and so have ages.
+        """Drop what is cached once a second, because servers have changed and so have ages.
 
-        A list is rendered again when the next client asks for it. If the hourly player counts have
+        A list that shows no ages is kept until a server changes. If the hourly player counts have
         changed, the rows with their sparklines are rendered again too."""
-        self.forget_responses()
+        self.ticks += 1
+        self.empty_caches()
+        for key, (_, generation, _) in list(self.lists.items()):
+            if generation != self.registry.generation:
+                del self.lists[key]
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
@@ -12354,13 +12331,11 @@ class Web(TcpProtocol):
     def forget_responses(self):
         """Empty the caches of lists and of whole responses."""
         self.lists.clear()
-        self.repetition_responses.clear()
         self.empty_caches()
 
     def empty_caches(self):
-        """Empty the caches of whole responses."""
-        self.cache.clear()
-        self.encrypted_cache.clear()
+        for cache in self.caches.values():
+            cache.clear()
         self.cache_bytes = 0
 
     def remember(self, cache, request_head, cached):
@@ -12380,20 +12355,6 @@ class Web(TcpProtocol):
         20,000 servers that would take most of the time."""
         ddnet = self.core.http_games.get("ddnet")
         return ddnet is not None and ddnet.refresh_repeated(hash((data, peer_address)), now)
-
-    def repetition_response(self, extra_fields):
-        """Return the bytes of the response to a request that refresh_repeated() has recognized.
-
-        `extra_fields` are the further header fields of the connection."""
-        self.request_counts[DDNET_REGISTER, 200] += 1
-        key = tuple(extra_fields.items())
-        data = self.repetition_responses.get(key)
-        if data is None:
-            request = HttpRequest(DDNET_REQUEST_START)      # encode() needs no more of it
-            request.close_connection = False
-            data = request.encode(ddnet_response(DDNET_SUCCESS), extra_fields)
-            self.repetition_responses[key] = data
-        return data
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -12416,20 +12377,28 @@ class Web(TcpProtocol):
     def response_to(self, request):
         """Return the HttpResponse to a request, from the function of its route.
 
-        Raise HttpError if the path or the method does not exist, if a limit is exceeded, or if the
-        route refuses the request. Raise DiskNeeded if the disk has to be read first."""
+        A server that the route refuses is recorded for the page /check. Raise HttpError if the path
+        or the method does not exist, if a limit is exceeded, or if the route refuses the request.
+        Raise DiskNeeded if the disk has to be read first."""
         if request.disk_result is None:         # otherwise the request has been charged before
             self.charge(request, 1)
-        route_function = ROUTES.get(request.route)
-        if route_function is None:
+        route = ROUTES.get(request.route)
+        if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
-        methods = allowed_methods(request.route)
+        methods, route_function = route
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
         if request.command not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
             return HttpResponse(b"", fields=fields)
-        return route_function(self, request)
+        try:
+            return route_function(self, request)
+        except Refused as refused:
+            game, port = request.announced
+            self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
+                                         str(refused))
+            status = REFUSED_STATUS.get(refused.outcome, 403)
+            raise HttpError(status, str(refused)) from None
 
     def charge(self, request, tokens):
         """Take tokens for this request from the client's bucket in the request limiter.
@@ -12441,7 +12410,9 @@ class Web(TcpProtocol):
         if request.route == DDNET_REGISTER:
             # The game servers of one machine may register in the same second, as others announce
             # themselves by UDP
-            limiter, tokens = self.rules.message_limiter, DDNET_REGISTRATION_TOKENS
+            limiter = self.rules.message_limiter
+            _, at_once = self.settings["limits.datagrams"]
+            tokens = min(DDNET_REGISTRATION_TOKENS, at_once)
         if limiter.allow(address, request.now, tokens):
             return
         if self.rules.verdict(address) == BLOCKED:
@@ -12458,67 +12429,55 @@ class Web(TcpProtocol):
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
+        media_type = JSON_TYPE
         if request.route == DDNET_REGISTER:
             body = to_json({"status": "error", "message": hint})
-            return HttpResponse(body, JSON_TYPE, status, error.fields)
-        if request.route == "/announce" and not request.luanti_json:
+        elif request.route == "/announce" and not request.luanti_json:
             body = to_json({"listed": False, "reason": hint})
-            return HttpResponse(body, JSON_TYPE, status, error.fields)
-        if request.route == "/master.json" and status in (403, 429):
-            empty_list = iceball_list(self, [])
-            return HttpResponse(empty_list, JSON_TYPE, status, error.fields)
-        if "text/html" in request.header("Accept"):
-            page = render_error_page(self.look, status, reason, hint)
-            return HttpResponse(page, HTML_TYPE, status, error.fields)
-        text = "%d %s\n%s\n" % (status, reason, hint)
-        return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
+        elif request.route == "/master.json" and status in (403, 429):
+            body = iceball_list(self, [])
+        elif "text/html" in request.header("Accept"):
+            body = render_error_page(self.look, status, reason, hint)
+            media_type = HTML_TYPE
+        else:
+            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
+            media_type = TEXT_TYPE
+        return HttpResponse(body, media_type, status, error.fields)
 
-    def list_response(self, request, list_filter, media_type, render):
+    def list_response(self, request, list_filter, media_type, render, has_times=True):
         """Return the response with the servers that pass a ListFilter.
 
         `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
-        The whole list, or the whole list of a known game, is cached until the next tick. The
-        result of a search serves one client only, so the client is charged for each server that is
-        searched."""
-        if not self.is_whole_list(list_filter):
-            return self.search_response(request, list_filter, media_type, render)
+        The whole list, or the whole list of a known game, is kept until a server changes, or until
+        the next tick if it has times in it. The result of a search serves one client only, so the
+        client is charged for each server that is searched."""
+        registry = self.registry
         game = list_filter.game
+        is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
         key = request.route, game
-        response = self.lists.get(key)
-        if response is None:
-            servers = self.registry.servers(game)
-            body = render(servers, request.now + self.epoch)
-            response = public_response(body, media_type)
-            self.lists[key] = response
-        return response
-
-    def is_whole_list(self, list_filter):
-        """Does the filter let pass all servers, or all servers of a game that is known here?"""
-        game = list_filter.game
-        is_known_game = game in ("", *self.look.games)
-        return is_known_game and list_filter == ListFilter(game)
-
-    def search_response(self, request, list_filter, media_type, render):
-        """Return the response to a search, as list_response() does, and charge the client for it.
-
-        Raise HttpError if the client may not search so much."""
-        # The charge has an upper limit, because a page that shows a search repeats it every 5 s
-        tokens = self.registry.total / SEARCH_SERVERS
-        self.charge(request, self.rules.request_tokens(tokens))
-        servers = []
-        for server in self.registry.servers(list_filter.game):
-            if list_filter.matches(server):
-                servers.append(server)
+        if is_whole and key in self.lists:
+            response, generation, tick = self.lists[key]
+            if tick == self.ticks or generation == registry.generation:
+                return response
+        if is_whole:
+            servers = registry.servers(game)
+        else:
+            # The charge has an upper limit, as a page that shows a search repeats it every 5 s
+            tokens = registry.total / SEARCH_SERVERS
+            self.charge(request, self.rules.request_tokens(tokens))
+            servers = [server for server in registry.servers(game) if list_filter.matches(server)]
         body = render(servers, request.now + self.epoch)
-        return public_response(body, media_type)
+        response = HttpResponse(body, media_type, is_public=True)
+        if is_whole:
+            generation = NO_GENERATION if has_times else registry.generation
+            self.lists[key] = response, generation, self.ticks
+        return response
 
 
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return the number that a query has by this name, or 0 if it has none.
-
-    Raise HttpError if the value is not a number from `low` to `high`."""
+    """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
     text = request.query.get(name, "").strip()
     if not text:
         return 0
@@ -12559,28 +12518,19 @@ def query_filter(web, request, default_game=""):
     an unknown game it gives an empty list, so that programs need no special case."""
     query = request.query
     game = query.get("game", default_game)
-    name = query.get("name", "")
-    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
     is_known_game = game in ("", *web.look.games)
     if not is_known_game and request.route != "/servers.json":
         raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-    return ListFilter(game, clean(name), players_min, query_countries(request))
-
-
-def query_countries(request):
-    """Return the codes of countries in the query of a request, sorted.
-
-    They stand in `country`, as in country=de,nl. A form without the script sends several values of
-    this name, which read_path() has joined by commas. Raise HttpError if one is not two letters."""
     codes = set()
-    for text in request.query.get("country", "").lower().split(","):
+    # As in country=de,nl. A form without the script sends several values, which are joined likewise
+    for text in query.get("country", "").lower().split(","):
         code = text.strip()
-        if not code:
-            continue
-        if not re.fullmatch("[a-z]{2}", code):
+        if not re.fullmatch("([a-z]{2})?", code):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
-    return tuple(sorted(codes))
+    codes.discard("")
+    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
+    return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
 
 
 def query_endpoint(request, default_address=""):
@@ -12615,9 +12565,7 @@ class HistoryQuery(NamedTuple):
 
 
 def query_history(request):
-    """Return the HistoryQuery in the query of a request.
-
-    Raise HttpError if a value is wrong or missing."""
+    """Return the HistoryQuery in the query of a request. Raise HttpError."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -12688,13 +12636,12 @@ def get_master_json(web, request):
     def render(servers, wall):
         return iceball_list(web, web.registry.for_clients(servers))
 
-    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render)
+    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render, has_times=False)
 
 
 JSON_FIELDS = (
     "game address port name mode map version players max_players playing description official "
     "priority flavor verified responding found_at country").split()
-JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
@@ -12709,7 +12656,7 @@ def server_json(server):
     fields["ping_ms"] = None
     if server.ping_ms is not None:
         fields["ping_ms"] = round(server.ping_ms, 1)
-    for name in JSON_DETAILS:
+    for name in ("arenas", "factions", "skill", "flags"):
         fields[name] = server.details.get(name, "")
     entry = to_json(fields)
     return entry[:-len("}")]
@@ -12726,15 +12673,11 @@ def with_times(entry, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    """Return the response with all fields of the listed servers, as JSON.
-
-    The query chooses servers by `game`, a part of their `name`, and `players_min`."""
+    """Return all fields of the listed servers. The query is a ListFilter."""
     def render(servers, wall):
-        own_master = web.registry.master
-        entries_without_times = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, entries_without_times):
-            entries.append(with_times(entry, server, web.epoch, own_master))
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+            entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
 
@@ -12750,13 +12693,12 @@ skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 XML_SILENT_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="0"/>
 """
-XML_FIELDS = "address port name mode players max_players map version flavor".split()
 
 
 def server_xml(server):
     """Return a server's element in /servers.xml, as UTF-8 bytes. Exported files have it too."""
     values = {}
-    for name in XML_FIELDS:
+    for name in "address port name mode players max_players map version flavor".split():
         values[name] = html.escape(str(getattr(server, name)))
     skill = server.details.get("skill", "0")
     values["skill"] = html.escape(skill)
@@ -12777,9 +12719,7 @@ def servers_xml(elements, wall):
 
 
 def get_servers_xml(web, request):
-    """Return the response with the list of a game in XML, in the format of Hyperbol's document.
-
-    The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
+    """Return the list of a game in XML, by default Hyperbol's. The query is a ListFilter."""
     def render(servers, wall):
         for_clients = web.registry.for_clients(servers)
         elements = cached_entries(for_clients, "servers.xml", server_xml)
@@ -12851,7 +12791,7 @@ def get_list(web, request):
         joined = b",\n".join(entries)
         return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (joined, total, total)
 
-    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
+    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render, has_times=False)
 
 
 def ddnet_entry(server):
@@ -12885,10 +12825,8 @@ def get_ddnet_servers(web, request):
         entries = cached_entries(registered, "ddnet", ddnet_entry)
         return b'{"servers":[%s]}\n' % b",\n".join(entries)
 
-    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render)
-    if "Last-Modified" not in response.fields:      # it has just been rendered
-        wall = request.now + web.epoch
-        response.fields["Last-Modified"] = request.date_time_string(wall)
+    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render, has_times=False)
+    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
     return response
 
 
@@ -13125,41 +13063,80 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 # The HTTP statuses of refused announcements by their outcomes. For all others it is 403
 REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
-ANNOUNCED_TEXTS = "name mode map version description".split()
-# The lowest value of each field that is a number
-ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
-ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_players")
 # In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
 # and each may be written as three, such as %F0. A character of a field's name takes three
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
 
 
-def post_announce(web, request):
-    """Handle an announcement by HTTP and return the response.
+def announced_text(value, max_characters):
+    """Return a text that is safe to show, also for a number; None for any other value."""
+    if isinstance(value, (bool, list, dict)):
+        return None
+    return clean(str(value), max_characters)
 
-    The announced server has the address from which the request came. A refused announcement is
-    recorded for the page /check. Raise HttpError with the reason."""
+
+def announced_number(value, low):
+    """Return a number of JSON or its digits as an int; None if it is not from `low` to 65535."""
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    number = int(match.group(1)) if match else -1
+    return number if low <= number <= PLAYERS_MAX else None
+
+
+# What an announcement may say: the function that reads a value, its limit, and the error
+ANNOUNCED_FIELDS = {
+    "game": (announced_text, NAME_CHARACTERS, "game is not a text"),
+    "port": (announced_number, 1, "port: expected a number from 1 to 65535"),
+    "action": (announced_text, NAME_CHARACTERS, "action is not a text"),
+    "name": (announced_text, NAME_CHARACTERS, "name is not a text"),
+    "mode": (announced_text, NAME_CHARACTERS, "mode is not a text"),
+    "map": (announced_text, NAME_CHARACTERS, "map is not a text"),
+    "version": (announced_text, NAME_CHARACTERS, "version is not a text"),
+    "description": (announced_text, TEXT_CHARACTERS, "description is not a text"),
+    "players": (announced_number, 0, "players: expected a number from 0 to 65535"),
+    "max_players": (announced_number, 0, "max_players: expected a number from 0 to 65535"),
+}
+
+
+def post_announce(web, request):
+    """Handle an announcement by HTTP and return the response. Raise HttpError or Refused.
+
+    The announced server has the address from which the request came. If the master can query
+    servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
-    # These are recorded if the request is refused before its game and port are read
-    game, port = "announce", 0
-    try:
-        values = announced_values(request)
-        game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
-        port = announced_number("port", values.get("port"))
-        if request.luanti_json:
-            return announce_luanti(web, request, port, values)
-        fields = announced_fields(values)
-        action = announced_text("action", values.get("action", ""))
-        if action == "stop":
-            return stop_announced(web, request, game, port)
-        if action not in ("", "announce"):
-            raise Refused("bad packet", "action: expected stop, or nothing")
-        return announce_server(web, request, game, port, fields)
-    except Refused as refused:
-        web.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
-                                    str(refused))
-        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+    values = announced_values(request)
+    game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
+    request.announced = game, 0
+    port = announced_value("port", values.get("port"))
+    request.announced = game, port
+    if request.luanti_json:
+        return announce_luanti(web, request, port, values)
+    fields = {}
+    for name in ANNOUNCED_FIELDS:
+        if name in values and name not in ("game", "port"):
+            fields[name] = announced_value(name, values[name])
+    action = fields.pop("action", "")
+    if action == "stop":
+        return stop_announced(web, request, game, port)
+    if action not in ("", "announce"):
+        raise Refused("bad packet", "action: expected stop, or nothing")
+    registry, source = web.registry, request.address
+    address = web.rules.listed_address(source)
+    server = registry.get(game, address, port)
+    polled_game = web.core.http_announcers.get(game)
+    if polled_game:
+        polled_game.on_http_announcement(source, port, fields, request.now)
+        if server and server.responding:
+            return announce_response()
+        return announce_response("waiting for its answer to a query on UDP port %d; the page "
+                                 "/check tells what came of it" % (port + polled_game.offset))
+    if not server or "name" in fields:
+        fields["name"] = fields.get("name") or endpoint_text(address, port)
+    registry.list_or_refresh((game, address, port), source, request.now, ANNOUNCED_TTL_S, fields)
+    if not server:
+        registry.record_outcome(source, game, port, "listed", request.now)
+    return announce_response()
 
 
 def check_no_web_page(request):
@@ -13175,42 +13152,36 @@ def check_no_web_page(request):
 def announced_values(request):
     """Return the values of an announcement by name, unchecked, from a form or a JSON object.
 
-    Raise HttpError if the body has another media type, and Refused if it is malformed."""
-    if request.luanti_json:
-        return json_values(request.luanti_json)
-    content_type = request.header("Content-Type") or FORM_TYPE
-    media_type_field, _, _ = content_type.partition(";")
-    media_type = media_type_field.strip().lower()
+    Members of JSON that are null are left out. Raise HttpError if the body has another media type,
+    and Refused if it is malformed or has too many fields."""
+    body = request.luanti_json or request.body
+    content_type, _, _ = (request.header("Content-Type") or FORM_TYPE).partition(";")
+    media_type = content_type.strip().lower()
     # `curl -d` declares a form even if it sends a JSON object
-    if media_type == "application/json" or request.body.startswith(b"{"):
-        return json_values(request.body)
-    if media_type != FORM_TYPE:
+    if request.luanti_json or media_type == "application/json" or body.startswith(b"{"):
+        try:
+            members = read_json_object(body)
+        except Malformed as error:
+            reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
+            raise Refused("bad packet", reason) from None
+        values = {name: value for name, value in members.items() if value is not None}
+        count = len(members)
+    elif media_type == FORM_TYPE:
+        pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
+        values = form_values(pairs)
+        count = len(pairs)
+    else:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
             FORM_TYPE, ascii(media_type[:100])))
-    return form_values(request.body)
+    if count > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
+    return values
 
 
-def json_values(body):
-    """Return the members of a JSON object as a dict, without those that are null.
+def form_values(pairs):
+    """Return the values in the pairs of an urlencoded form, by the names in ANNOUNCED_FIELDS.
 
-    Raise Refused if the body is not a JSON object, has too many members, or has a number with so
-    many digits that reading it would take long."""
-    try:
-        members = read_json_object(body)
-    except Malformed as error:
-        reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
-        raise Refused("bad packet", reason) from None
-    check_field_count(len(members))
-    return {name: value for name, value in members.items() if value is not None}
-
-
-def form_values(body):
-    """Return the values of an urlencoded form as text, by the names in ANNOUNCED_FIELDS.
-
-    Values by other names are left out. If a name occurs twice, its last value counts. Raise Refused
-    if the form has too many values."""
-    pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    check_field_count(len(pairs))
+    If a name occurs twice, its last value counts."""
     raw_values = {}
     for pair in pairs:
         name, _, value = pair.partition(b"=")
@@ -13227,10 +13198,13 @@ def form_values(body):
     return values
 
 
-def check_field_count(count):
-    """Raise Refused if an announcement has too many fields."""
-    if count > ANNOUNCED_FIELDS_MAX:
-        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
+def announced_value(name, value):
+    """Return the value of a field as ANNOUNCED_FIELDS says. Raise Refused if it is wrong."""
+    read, limit, error = ANNOUNCED_FIELDS[name]
+    result = read(value, limit)
+    if result is None:
+        raise Refused("bad packet", error)
+    return result
 
 
 def announced_game(web, value):
@@ -13238,7 +13212,7 @@ def announced_game(web, value):
 
     Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
     and says how the operator can add one."""
-    game = announced_text("game", value)
+    game = announced_value("game", value)
     games = [*web.core.http_announcers, *web.settings["games"]]
     if game in games:
         return game
@@ -13247,80 +13221,6 @@ def announced_game(web, value):
         reason += ("; the operator of this master can allow it with a line `%s = %s` under [games]"
                    % (game, game.capitalize()))
     raise Refused("bad packet", reason)
-
-
-def announced_fields(values):
-    """Return the attributes of Server that an announcement sets, by name.
-
-    Raise Refused if a value has the wrong type or is out of bounds."""
-    fields: Dict[str, Any] = {}
-    for name in ANNOUNCED_TEXTS:
-        if name in values:
-            fields[name] = announced_text(name, values[name])
-    for name in ("players", "max_players"):
-        if name in values:
-            fields[name] = announced_number(name, values[name])
-    return fields
-
-
-def announced_text(name, value):
-    """Return the value of the field `name` as text that is safe to show, cut to the field's length.
-
-    A number is accepted too, and converted to text. Raise Refused if the value has another type."""
-    if isinstance(value, (bool, list, dict)):
-        raise Refused("bad packet", "%s is not a text" % name)
-    max_characters = NAME_CHARACTERS
-    if name == "description":
-        max_characters = TEXT_CHARACTERS
-    return clean(str(value), max_characters)
-
-
-def announced_number(name, value):
-    """Return the value of the field `name`, a number or its digits as text, as an int.
-
-    Raise Refused if it is not a whole number within the bounds of the field."""
-    text = "" if isinstance(value, (list, dict)) else str(value)
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
-    low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
-    number = int(match.group(1)) if match else -1
-    if not low <= number <= high:
-        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
-    return number
-
-
-def announce_server(web, request, game, port, fields):
-    """Handle the announcement of a server of any game but Luanti, and return the response.
-
-    If the master can query servers of the game, the server is queried first; otherwise it is listed
-    at once. `fields` holds the announced attributes of Server. Raise Refused if the rules or a
-    limit forbid the server."""
-    source = request.address
-    polled_game = web.core.http_announcers.get(game)
-    if polled_game:
-        polled_game.on_http_announcement(source, port, fields, request.now)
-        server = web.registry.get(game, web.rules.listed_address(source), port)
-        if server and server.responding:
-            return announce_response()
-        return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                 "/check tells what came of it" % (port + polled_game.offset))
-    list_announced(web.registry, game, port, fields, request)
-    return announce_response()
-
-
-def list_announced(registry, game, port, fields, request):
-    """List the announced server of a game that cannot be queried, or refresh it.
-
-    A server that has never announced a name is named by its address. Raise Refused if the rules or
-    a limit forbid the server."""
-    source = request.address
-    address = registry.rules.listed_address(source)
-    server = registry.get(game, address, port)
-    if not server or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint_text(address, port)
-    key = game, address, port
-    registry.list_or_refresh(key, source, request.now, ANNOUNCED_TTL_S, fields)
-    if not server:
-        registry.record_outcome(source, game, port, "listed", request.now)
 
 
 def stop_announced(web, request, game, port):
@@ -13345,9 +13245,7 @@ def stop_announced(web, request, game, port):
 
 
 def announce_response(reason=""):
-    """Return the response to an announcement, as JSON.
-
-    `reason` says why the server is not listed; it is "" if the server is listed."""
+    """Return the response to an announcement. `reason` says why the server is not listed."""
     result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
     if reason:
         result["reason"] = reason
@@ -13373,7 +13271,7 @@ def announce_luanti(web, request, port, values):
 
 
 def get_geoip(web, request):
-    """Return the response with the continent of the player who asks, as Luanti's list does."""
+    """Return the continent of the player who asks, as Luanti's list does."""
     continent = continent_of(web.rules.country(request.address))
     return HttpResponse(to_json({"continent": continent.upper() or None}), JSON_TYPE)
 
@@ -13381,26 +13279,21 @@ def get_geoip(web, request):
 # --- Registrations of DDNet servers --------------------------------------------------------------
 
 def post_ddnet_register(web, request):
-    """Handle a registration of a DDNet server, and return the response.
+    """Handle a registration of a DDNet server, and return the response. Raise HttpError or Refused.
 
-    A refused registration is recorded for the page /check. Raise HttpError with the reason, which
-    the game server writes into its log."""
+    The game server writes the reason of a refusal into its log."""
     check_no_web_page(request)
     ddnet = web.core.http_games.get("ddnet")
     if ddnet is None:
         raise HttpError(404, "DDNet servers are not listed here.")
-    port = 0
-    try:
-        protocol, port = read_registered_address(request.header)
-        ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
-        if ddnet_request.is_delete:
-            ddnet.delete(ddnet_request, request.now)
-            return ddnet_response(DDNET_SUCCESS)
-        state = ddnet.register(ddnet_request, request.body, request.now)
-    except Refused as refused:
-        web.registry.record_outcome(request.address, "ddnet", port, refused.outcome, request.now,
-                                    str(refused))
-        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+    request.announced = "ddnet", 0
+    protocol, port = read_registered_address(request.header)
+    request.announced = "ddnet", port
+    ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
+    if ddnet_request.is_delete:
+        ddnet.delete(ddnet_request, request.now)
+        return ddnet_response(DDNET_SUCCESS)
+    state = ddnet.register(ddnet_request, request.body, request.now)
     may_be_repeated = not request.body and not request.close_connection
     if state == DDNET_SUCCESS and may_be_repeated:
         ddnet.remember_repetition(ddnet_request, hash((request.head, request.peer_address)))
@@ -13414,88 +13307,83 @@ def ddnet_response(state):
 
 # --- Is my server listed? ------------------------------------------------------------------------
 
-class OutcomeText(NamedTuple):
-    """The text of an outcome on the page /check."""
-
-    title: str
-    advice: str                         # what the operator can do; %s stands for the detail
-
-
+# The title of each outcome on the page /check, and what the operator of the game server can do; %s
+# stands for the detail
 OUTCOMES = {
-    "announced": OutcomeText(
+    "announced": (
         "Announced, but the answer did not come back",
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
         "UDP, or forward the game's port."),
-    "challenged": OutcomeText(
+    "challenged": (
         "Challenged, but the answer did not come back",
         "This master sent a challenge to UDP port %s, and the game server has not returned it. "
         "Open that UDP port in the firewall and forward it in the router."),
-    "version": OutcomeText(
+    "version": (
         "Wrong version",
         "This master does not list %s. Another version of the game server is needed."),
-    "bad packet": OutcomeText(
+    "bad packet": (
         "A packet that cannot be read",
         "What is wrong with it: %s. If the port is the one for this game, update the game server, "
         "or fix what announces it."),
-    "silent": OutcomeText(
+    "silent": (
         "It does not answer queries",
         "There was %s. Open that UDP port in the firewall and forward it in the router."),
-    "address": OutcomeText(
+    "address": (
         "Another address",
         "Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set "
         "it to a name of the machine that the game server runs on."),
-    "banned": OutcomeText(
+    "banned": (
         "Banned",
         "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
         "operator."),
-    "limit": OutcomeText(
+    "limit": (
         "Over the limit",
         "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "busy": OutcomeText(
+    "busy": (
         "Try again",
         "This master could not ask the game server when it announced itself: %s. The game server's "
         "next announcement does that; nothing is wrong with it."),
-    "flood": OutcomeText(
+    "flood": (
         "Too many packets",
         "More than %s packets per second come from this address, and the rest are not read. Does a "
         "game server announce itself in a loop? If many share the address, ask this master's "
         "operator for more."),
-    "name": OutcomeText(
+    "name": (
         "The name is refused",
         "Not under this name: %s. Give the server another name."),
-    "game": OutcomeText(
+    "game": (
         "The game is refused",
         "It is not listed: %s. Its operator chooses this master's games."),
-    "owner": OutcomeText(
+    "owner": (
         "Announced from elsewhere",
         "It is not accepted: %s. If you know of no other announcer, ask this master's operator."),
-    "password": OutcomeText(
+    "password": (
         "Another password",
         "It is not accepted: %s. Wait, or set the former password again."),
-    "stopped": OutcomeText(
+    "stopped": (
         "Signed off",
         "The game server said that it was stopping."),
-    "listed": OutcomeText(
+    "listed": (
         "Listed",
         "All is well."),
-    "found": OutcomeText(
+    "found": (
         "Listed, because another list names it",
         "This master found it at %s and queries it; it has not announced itself here. If it does, "
         "it no longer depends on that list."),
-    "private": OutcomeText(
+    "private": (
         "Listed under a private address",
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
         "[server] public_address or [address_map]."),
-    "ipv6": OutcomeText(
+    "ipv6": (
         "Listed under an IPv6 address",
         "The page shows it, but the list that this game's players get has room for IPv4 addresses "
         "only. Let the game server announce itself by IPv4."),
-    "unconfirmed": OutcomeText(
+    "unconfirmed": (
         "Not heard since a restart",
         "It was listed before this master was restarted, and stays for a while. Is the game server "
         "running, and does it still announce itself here?"),
-    "gone": OutcomeText(
+    "gone": (
         "No longer listed",
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
@@ -13506,27 +13394,20 @@ IPV4_LISTS = "subspace", "hyperbol"     # the lists of these games cannot hold I
 def get_check(web, request):
     """Return the response with the page that says what became of an address's packets.
 
-    The query names the address, by default the client's own, and perhaps a port."""
+    The query names the address, by default the client's own, and perhaps a port. The listed servers
+    on the page are copies, with times in seconds since 1970."""
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
-    listed = listed_from(web, address, port)
+    listed = []
+    for server in web.registry.servers():
+        if address in (server.address, server.source) and port in (0, server.port):
+            listed.append(with_wall_times(server, web.epoch))
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, wall)
     page = render_check_page(web.look, address, port, findings, listed, wall)
     return HttpResponse(page, HTML_TYPE)
-
-
-def listed_from(web, address, port):
-    """Return the servers that are listed at this address, or were announced from it.
-
-    `port` 0 means all ports. The servers are copies, with times in seconds since 1970."""
-    servers = []
-    for server in web.registry.servers():
-        if address in (server.address, server.source) and port in (0, server.port):
-            servers.append(with_wall_times(server, web.epoch))
-    return servers
 
 
 def current_outcomes(web, request, address, listed):
@@ -13561,26 +13442,21 @@ def listed_outcome(server):
     return "listed"
 
 
-class TimedFinding(NamedTuple):
-    """What the page /check says about one packet."""
-
-    arrived_at: float                   # by the monotonic clock
-    html: str
-
-
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about the packets that came from an address, as HTML, the latest first.
 
     `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
     CHECK_FINDINGS findings are returned."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
-    findings = []
+    timed_findings = []
     for source, protocol, packet_port, record in web.registry.outcomes:
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:
             continue
-        if is_out_of_date(record.outcome, packet_port, confirmed_ports):
+        # Of a ban, and of servers that are listed now, current_outcomes() says more
+        is_answered = record.outcome in ("announced", "challenged", "listed")
+        if record.outcome == "banned" or (is_answered and packet_port in confirmed_ports):
             continue
         # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
@@ -13592,20 +13468,9 @@ def recorded_findings(web, address, port, listed, wall):
             when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
             peer=peer)
-        html = finding(outcome, record.detail, arrival)
-        findings.append(TimedFinding(record.at, html))
-    findings.sort(key=lambda timed: timed.arrived_at, reverse=True)
-    return [timed.html for timed in findings[:CHECK_FINDINGS]]
-
-
-def is_out_of_date(outcome, port, confirmed_ports):
-    """Is a recorded outcome out of date, because current_outcomes() says more?
-
-    That function says whether the address is banned now, and that the servers on `confirmed_ports`
-    are listed now."""
-    if outcome == "banned":
-        return True
-    return outcome in ("announced", "challenged", "listed") and port in confirmed_ports
+        timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
+    timed_findings.sort(reverse=True)
+    return [html for _, html in timed_findings[:CHECK_FINDINGS]]
 
 
 def finding(outcome, detail, arrival=""):
@@ -13614,9 +13479,9 @@ def finding(outcome, detail, arrival=""):
     `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
     came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
     protocol added by somebody else, is its own title."""
-    title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
-    advice_with_detail = advice.replace("%s", detail or "nothing more is known")
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=advice_with_detail)
+    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
+    todo = advice.replace("%s", detail or "nothing more is known")
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -13655,7 +13520,7 @@ METRICS = {
 
 
 def get_metrics(web, request):
-    """Return the response with all metrics, in the text format of Prometheus, version 0.0.4."""
+    """Return all metrics, in the text format of Prometheus, version 0.0.4."""
     values = metric_values(web, request.now)
     lines = []
     for name, help in METRICS.items():
@@ -13664,7 +13529,7 @@ def get_metrics(web, request):
         lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
         for labels, value in values[name].items():
             lines.append("masterserver_%s%s %r\n" % (name, labels, value))
-    return HttpResponse("".join(lines).encode(), METRICS_TYPE)
+    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def metric_values(web, now):
@@ -13703,10 +13568,10 @@ def metric_values(web, now):
 
 
 def get_healthz(web, request):
-    """Return the response for programs that watch this master, as JSON.
+    """Return the state of this master, as JSON.
 
-    Its status is always 200, because the master is able to answer; `trouble` names the parts that
-    do not work."""
+    The status of the response is always 200, because the master is able to answer; `trouble` names
+    the parts that do not work."""
     health = web.core.health
     body = to_json({
         "status": "trouble" if health else "ok",
@@ -13719,46 +13584,42 @@ def get_healthz(web, request):
     return HttpResponse(body + b"\n", JSON_TYPE)
 
 
-def allowed_methods(route):
-    """Return the methods that a route accepts, separated by ", " as in the header field Allow."""
-    if route in ("/announce", DDNET_REGISTER):
-        return "POST, OPTIONS"
-    return "GET, HEAD, OPTIONS"
-
-
 def text_route(text, media_type, setting=""):
     """Return the function of a route that serves `text`.
 
     If the setting of this name names a file, the function serves the text of that file instead."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
-        body = (file_text or text).encode()
-        return public_response(body, media_type)
+        return HttpResponse((file_text or text).encode(), media_type, is_public=True)
 
     return get_text
 
 
+GET = "GET, HEAD, OPTIONS"
+POST = "POST, OPTIONS"
+# The methods of each route, as in the header field Allow, and its function
 ROUTES = {
-    "/": get_page,
-    "/index.html": get_page,
-    "/server": get_server,
-    "/banner.svg": get_banner,
-    "/check": get_check,
-    "/style.css": text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet"),
-    "/app.js": text_route(APP_JS, "text/javascript; charset=utf-8"),
-    "/icon.svg": text_route(ICON_SVG, "image/svg+xml"),
-    "/robots.txt": text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE),
-    "/master.json": get_master_json,
-    "/servers.json": get_servers_json,
-    "/history.json": get_history_json,
-    "/metrics": get_metrics,
-    "/healthz": get_healthz,
-    "/servers.xml": get_servers_xml,
-    "/announce": post_announce,
-    "/list": get_list,
-    DDNET_REGISTER: post_ddnet_register,
-    DDNET_SERVERS: get_ddnet_servers,
-    "/geoip": get_geoip,
+    "/": (GET, get_page),
+    "/index.html": (GET, get_page),
+    "/server": (GET, get_server),
+    "/banner.svg": (GET, get_banner),
+    "/check": (GET, get_check),
+    "/style.css": (GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
+    "/app.js": (GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
+    "/icon.svg": (GET, text_route(ICON_SVG, "image/svg+xml")),
+    "/robots.txt": (GET, text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n",
+                                    TEXT_TYPE)),
+    "/master.json": (GET, get_master_json),
+    "/servers.json": (GET, get_servers_json),
+    "/history.json": (GET, get_history_json),
+    "/metrics": (GET, get_metrics),
+    "/healthz": (GET, get_healthz),
+    "/servers.xml": (GET, get_servers_xml),
+    "/announce": (POST, post_announce),
+    "/list": (GET, get_list),
+    DDNET_REGISTER: (POST, post_ddnet_register),
+    DDNET_SERVERS: (GET, get_ddnet_servers),
+    "/geoip": (GET, get_geoip),
 }
 
 
@@ -13766,7 +13627,6 @@ ROUTES = {
 
 # Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
-EQUAL_MARKS = re.compile(r"(%s)\1*" % MARK)
 ZERO_WIDTH_SPACE = "\u200b"
 
 
@@ -13780,7 +13640,7 @@ def separate_marks(name):
 
     Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
     mark has no effect on a space that follows it."""
-    return EQUAL_MARKS.sub(r"\g<0>" + ZERO_WIDTH_SPACE, name)
+    return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
 def news_text(server, settings, escape=str):
@@ -13806,29 +13666,24 @@ def news_text(server, settings, escape=str):
     return text.strip()
 
 
+# The functions below return the media type and the body of a message. `entry` is the server's entry
+# in /servers.json
+
 def discord_news(server, settings, entry):
-    """Return the media type and the body of a message to Discord. `entry` is not used."""
     text = news_text(server, settings, escape_markdown)
-    no_mentions = {"parse": []}
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
+    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
 
 
 def slack_news(server, settings, entry):
-    """Return the media type and the body of a message in Slack's format. `entry` is not used."""
     text = news_text(server, settings, separate_marks)
-    escaped = html.escape(text, quote=False)
-    return JSON_TYPE, to_json({"text": escaped})
+    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
 
 
 def text_news(server, settings, entry):
-    """Return the media type and the body of a message as plain text. `entry` is not used."""
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
 def json_news(server, settings, entry):
-    """Return the media type and the body of a message for other programs, as JSON.
-
-    `entry` is the server's entry in /servers.json."""
     text = to_json(news_text(server, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
@@ -14275,7 +14130,7 @@ class TcpConnection:
         self.wait_for_next(now)
 
     def write(self, data, now):
-        """Write `data`. Return True if all of it was written.
+        """Write `data`, and the session's `body` after it. Return True if all of it was written.
 
         Return False if the socket had too little room, in which case the remainder is kept in
         `unsent`, or if the connection was broken and is now closed."""
@@ -14288,9 +14143,12 @@ class TcpConnection:
             return False
         self.tally.bytes_out += sent
         if sent == len(data):
-            self.tally.sent += 1
             self.unsent = b""
             self.deadline = math.inf
+            if self.session.body:
+                body, self.session.body = self.session.body, b""
+                return self.write(body, now)
+            self.tally.sent += 1
             return True
         if not self.unsent:
             self.deadline = now + OUTPUT_TOTAL_S
