@@ -231,71 +231,50 @@ CHECK_FINDINGS = 100                # the findings on one page of /check, the la
 #
 # A table of settings. A function reads the text of each setting and returns its value. The ini,
 # --set, --print-config, the README's table and the error messages all use this table. A live
-# setting takes effect on reload, any other at the next start.
+# setting takes effect on reload, any other at the next start. The settings of a game stand with it.
 # ================================================================================================
+
+MAX_PORT = 65535
 
 
 class SettingsError(Exception):
     """A setting is wrong. The message names the file and the key, and says what is expected."""
 
 
-MAX_PORT = 65535
-
-# The host in a URL, which is not secret. It begins after "://".
-URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
-
-
 def without_secrets(text):
-    """Return a setting's name or value without the secrets of a URL in it, for messages.
+    """Return a text for a message or the log, with "…" in place of what follows "://".
 
-    The URLs of webhooks and of Redis are secret, so only the text before the URL, its scheme and
-    its host are kept. "…" stands for the rest, even for words after the URL, because a password may
-    contain blanks. If there is an "@", the host is left out too: a password may also contain "@"
-    and "/", so nobody can tell where the host begins."""
-    before_host, separator, host_and_rest = text.partition("://")
-    if not separator:
-        return text
-    host = ""
-    match = URL_HOST.match(host_and_rest)
-    if match and "@" not in host_and_rest:
-        host = match.group()
-    if host == host_and_rest:
-        return text
-    if host:
-        host += "/"
-    return before_host + separator + host + "…"
+    The URLs of webhooks and of Redis are secret. Nobody can tell where a password in a URL ends,
+    so all of the text after it is left out, too."""
+    before_url, separator, _ = text.partition("://")
+    return before_url + separator + "…" if separator else text
 
 
-# A reader takes the text of a setting and returns the value. It raises ValueError if the text is
-# wrong. Its message never repeats the text, because Settings.set_text() adds what may be shown.
+# A reader takes the text of a setting and returns its value. It raises ValueError if the text is
+# wrong. Its message says what is expected, and repeats nothing of the text: Settings.set_text()
+# adds what may be shown
 
 read_text = str.strip
 
 
 def read_line(text):
-    """Return the text without blanks at its ends.
-
-    Raise ValueError if it has more than one line. Any further line is probably a setting that was
-    indented by mistake, which would be lost silently."""
+    # A further line is probably a setting that was indented by mistake. It would be lost silently
     if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
 def read_without_url(text):
-    """Return a single line that everybody may see, or the path of a file.
-
-    Raise ValueError if it contains a URL, because this may be the secret URL of a webhook that
-    stands in the wrong section."""
+    """Return a line that everybody may see, or the path of a file. A URL in it may be the secret
+    one of a webhook that stands in the wrong section."""
     if "://" in text:
         raise ValueError("a URL cannot stand here")
     return read_line(text)
 
 
 def choice_reader(choices):
-    """Return a reader that accepts a fixed set of words in upper or lower case.
-
-    `choices` maps each word, in lower case, to the value that the reader returns for it."""
+    """Return a reader for words in upper or lower case. `choices` maps each word, in lower case, to
+    its value."""
     def read(text):
         word = text.strip().lower()
         if word not in choices:
@@ -325,24 +304,71 @@ def number_reader(low, high, kind=int):
 
 def read_port(text):
     """Return the number of a port to listen on, or None for an empty text: then there is no
-    listener.
-
-    Port 0 lets the system choose a free one. 65535 is not allowed, because SubSpace also listens on
-    the port after its own."""
-    if not text.strip():
-        return None
-    return number_reader(0, MAX_PORT - 1)(text)
+    listener. Port 0 lets the system choose a free one."""
+    # 65535 is not allowed, because SubSpace also listens on the port after its own
+    return number_reader(0, MAX_PORT - 1)(text) if text.strip() else None
 
 
 def list_reader(read_item, separator=","):
-    """Return a reader for a list. It splits the text at `separator`, skips empty items, and returns
-    a tuple of what `read_item` returns for each of the others."""
+    """Return a reader for a list, which returns a tuple. It skips empty items."""
     def read(text):
-        items = [item.strip() for item in text.split(separator)]
-        return tuple([read_item(item) for item in items if item])
+        items = []
+        for number, item in enumerate(text.strip().split(separator), 1):
+            try:
+                if item.strip():
+                    items.append(read_item(item.strip()))
+            except ValueError as error:
+                raise ValueError("item %d: %s" % (number, error)) from None
+        return tuple(items)
 
     return read
 
+
+def pattern_reader(pattern, expected):
+    """Return a reader for a text that matches a regular expression as a whole. `expected` describes
+    such a text."""
+    def read(text):
+        stripped_text = text.strip()
+        if not re.fullmatch(pattern, stripped_text):
+            raise ValueError("expected " + expected)
+        return stripped_text
+
+    return read
+
+
+read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
+# Such a name needs no escaping in keys, metrics and JSON
+PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
+read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
+                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+
+
+def read_own_game_id(text):
+    """Return the id that the operator gives to a game in [games]."""
+    # The names of sections include the ids of the games that the program knows
+    if text in section_names():
+        raise ValueError("the id %s is taken" % text)
+    return read_game_id(text)
+
+
+def read_rate(text):
+    """Return (a second, at once) for a rate: `100/400` allows 100 a second on average, and up to
+    400 at once. `100` means `100/100`."""
+    per_second, _, at_once = text.partition("/")
+    read_per_second = number_reader(0.01, 1e6, float)
+    read_at_once = number_reader(1, 1e6, float)
+    return read_per_second(per_second), read_at_once(at_once or per_second)
+
+
+def read_pattern(text):
+    """Return a compiled regular expression that ignores case."""
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError):
+        raise ValueError("expected a regular expression") from None
+
+
+# --- Addresses, and where programs are ------------------------------------------------------------
 
 def parse_address(text):
     """Return the ipaddress object for an IP address. An IPv4-mapped IPv6 address becomes IPv4.
@@ -361,7 +387,6 @@ def read_address(text):
 
 
 def read_addresses(text):
-    """Return a tuple of IP addresses, which the text separates by commas."""
     return tuple([read_address(part) for part in text.split(",")])
 
 
@@ -383,7 +408,7 @@ def is_unicast(address):
 
 
 def read_unicast(text):
-    """Return an IP address that a game server can have. Raise ValueError for any other text."""
+    """Return an IP address that a game server can have."""
     address = read_address(text)
     if not is_unicast(address):
         raise ValueError("this cannot be the address of a server")
@@ -391,13 +416,12 @@ def read_unicast(text):
 
 
 def read_public(text):
-    """Return an address that a game server can have, or "" for an empty text."""
     return read_unicast(text) if text.strip() else ""
 
 
 def read_network(text):
     """Return the ipaddress network for a text such as 198.51.100.0/24. A single address is a
-    network of one. Raise ValueError for any other text."""
+    network of one."""
     try:
         # strict=False also allows 198.51.100.7/24, an address within the network
         return ipaddress.ip_network(text.strip(), strict=False)
@@ -405,7 +429,7 @@ def read_network(text):
         raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
-# HOST:PORT. The host is in brackets if it is an IPv6 address.
+# HOST:PORT. The host is in brackets if it is an IPv6 address
 ENDPOINT = re.compile(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*")
 
 
@@ -413,47 +437,10 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     """Return (host, port) for `HOST:PORT` or `[ADDRESS]:PORT`. The host may be a name. Raise
     ValueError for any other text and for a port outside 1 to 65535."""
     match = ENDPOINT.fullmatch(text)
-    if not match:
+    bracketed_host, host, port = match.groups() if match else ("", "", "0")
+    if not 0 < int(port) <= MAX_PORT:
         raise ValueError("expected ADDRESS:PORT")
-    bracketed_host, host, port_text = match.groups()
-    port = int(port_text)
-    if not 0 < port <= MAX_PORT:
-        raise ValueError("expected ADDRESS:PORT")
-    return bracketed_host or host, port
-
-
-def read_host_and_port(text):
-    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
-
-    The port is None if the text does not have one. Raise ValueError for text in another format."""
-    with contextlib.suppress(ValueError):
-        return read_address(text), None
-    if text and ":" not in text:
-        return text, None
-    return read_endpoint(text)
-
-
-class MasterPlace(NamedTuple):
-    """Where a master is, as the user of a tool names it."""
-
-    host: str
-    port: Optional[int]                 # None for the game's default
-    tls: bool                           # whether to speak HTTPS
-
-
-def read_master_place(text):
-    """Return the MasterPlace for https://HOST[:PORT] or for a text that read_host_and_port() reads.
-
-    Raise ValueError for any other text."""
-    scheme, separator, after_scheme = text.partition("://")
-    if not separator:
-        host, port = read_host_and_port(text)
-        return MasterPlace(host, port, tls=False)
-    place = after_scheme.rstrip("/")
-    if scheme != "https" or "/" in place:
-        raise ValueError("expected HOST[:PORT] or https://HOST[:PORT]")
-    host, port = read_host_and_port(place)
-    return MasterPlace(host, port or HTTPS_PORT, tls=True)
+    return bracketed_host or host, int(port)
 
 
 def endpoint_text(host, port):
@@ -469,60 +456,50 @@ def read_numeric_endpoint(text):
     return read_address(address), port
 
 
-def read_known_hyperbol(text):
-    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. The flavor is a number from 0 to 255, and
-    0 if the text has none. Raise ValueError for any other text."""
-    endpoint_text, *flavor_words = text.split()
-    host, port = read_endpoint(endpoint_text)
-    flavor_text = " ".join(flavor_words) or "0"
-    return host, port, number_reader(0, 255)(flavor_text)
+def read_host_and_port(text):
+    """Return (host, port) for HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
+    None if the text has none. Raise ValueError for any other text."""
+    with contextlib.suppress(ValueError):
+        return read_address(text), None
+    if re.fullmatch("[^:/]+", text):
+        return text, None
+    return read_endpoint(text)
 
 
-def read_pattern(text):
-    """Return the text as a compiled regular expression that ignores case. Raise ValueError if it is
-    not a regular expression or too large for one."""
-    try:
-        return re.compile(text, re.IGNORECASE)
-    except re.error as error:
-        # The error's own message is not shown, because it repeats parts of the text
-        character = (error.pos or 0) + 1
-        raise ValueError("expected a regular expression; there is a mistake at character %d"
-                         % character) from None
-    except (OverflowError, RecursionError):
-        raise ValueError("expected a regular expression; this one is too large") from None
+WEB_PORTS = {"http": 80, "https": 443}
 
 
-def pattern_reader(pattern, expected):
-    """Return a reader for a text that matches the regular expression `pattern` as a whole.
-    `expected` says how an error message describes such a text."""
-    def read(text):
-        stripped_text = text.strip()
-        if not re.fullmatch(pattern, stripped_text):
-            raise ValueError("expected " + expected)
-        return stripped_text
+class MasterPlace(NamedTuple):
+    """Where a master is, as the user of a tool or the ini names it."""
 
-    return read
+    host: str
+    port: Optional[int]                 # None for the game's default
+    tls: bool                           # whether to speak HTTPS
 
 
-read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# The page's URL may not contain a user or a password, because everybody can see it.
+def read_master_place(text, schemes=("https",)):
+    """Return the MasterPlace for SCHEME://HOST[:PORT], with one of these schemes of WEB_PORTS, or
+    for a text that read_host_and_port() reads. Raise ValueError for any other text.
+
+    The URL may be that of the list, as a browser shows it."""
+    scheme, separator, place = text.rpartition("://")
+    if separator:
+        place = re.sub("(/list)?/*$", "", place)
+        if scheme not in schemes:
+            raise ValueError("expected HOST[:PORT] or, of a web server, https://HOST[:PORT]")
+    host, port = read_host_and_port(place)
+    return MasterPlace(host, port or WEB_PORTS.get(scheme), scheme == "https")
+
+
+# --- URLs, and other masters ---------------------------------------------------------------------
+
+# The page's URL may not contain a user or a password, because everybody can see it
 read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
                                "https://HOST, with no / at its end and no @")
-# Such a name needs no escaping in keys, metrics and JSON.
-PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
-read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
-                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# A webhook's URL may not contain a user or a password: urllib would take them for the host.
+# A webhook's URL may not contain a user or a password: urllib would take them for the host
 read_webhook = pattern_reader(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
-
-ENGINE_SCHEMES = "redis", "rediss", "unix"
-ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
-               " in a password write %40 for @ and %2F for /")
-# HOST or HOST:PORT. The host is in brackets if it is an IPv6 address.
-ENGINE_HOST_AND_PORT = re.compile(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?")
-ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
@@ -534,51 +511,35 @@ class EngineAddress(NamedTuple):
     user: str = ""
     password: str = ""
     host: str = ""
-    port: int = int(ENGINE_DEFAULT_PORT)
+    port: int = 6379                    # Redis's own
     database: int = 0
 
 
 def read_engine(text):
-    """Return the EngineAddress for the URL of Redis or Valkey, or None for an empty text. Raise
-    ValueError if ENGINE_FORM does not describe the text."""
-    url = text.strip()
-    if not url:
+    """Return the EngineAddress for the URL of Redis or Valkey, or None for an empty text."""
+    if not text.strip():
         return None
+    unquote = urllib.parse.unquote
     try:
-        return engine_address(url)
+        # Passwords often have such characters as # and ?, which would end the host
+        url = urllib.parse.urlsplit(urllib.parse.quote(read_line(text), safe="/:@[]%"))
+        if url.scheme == "unix" and not url.netloc and len(url.path) > 1:
+            return EngineAddress(path=unquote(url.path))
+        if url.scheme not in ("redis", "rediss") or not url.hostname or url.port == 0:
+            raise ValueError("no host and port")
+        if url.username is not None and url.password is None:
+            raise ValueError("a user without a password")
+        return EngineAddress(
+            tls=url.scheme == "rediss",
+            user=unquote(url.username or ""),
+            password=unquote(url.password or ""),
+            host=unquote(url.hostname),
+            port=url.port or EngineAddress().port,
+            database=number_reader(0, 65535)(url.path.strip("/") or "0"))
     except ValueError:
-        # The message does not repeat the URL, because there is a password in it
-        raise ValueError("expected " + ENGINE_FORM) from None
-
-
-def engine_address(url):
-    """Return the EngineAddress for a URL that has the form of ENGINE_FORM. Raise ValueError for any
-    other text; read_engine() replaces the message."""
-    if "\n" in url:
-        raise ValueError("more than one line")
-    scheme, _, after_scheme = url.partition("://")
-    if scheme == "unix":
-        if not re.match("/.", after_scheme):
-            raise ValueError("no path")
-        return EngineAddress(path=urllib.parse.unquote(after_scheme))
-    if scheme not in ("redis", "rediss"):
-        raise ValueError("another scheme")
-    authority, _, database = after_scheme.partition("/")
-    login, at_sign, host_and_port = authority.rpartition("@")
-    user, colon, password = login.partition(":")
-    if at_sign and not colon:
-        raise ValueError("a user without a password")
-    match = ENGINE_HOST_AND_PORT.fullmatch(host_and_port)
-    if not match:
-        raise ValueError("no host and port")
-    host, port = match.groups(ENGINE_DEFAULT_PORT)
-    return EngineAddress(
-        tls=scheme == "rediss",
-        user=urllib.parse.unquote(user),
-        password=urllib.parse.unquote(password),
-        host=urllib.parse.unquote(host.strip("[]")),
-        port=number_reader(1, MAX_PORT)(port),
-        database=number_reader(0, 65535)(database or "0"))
+        raise ValueError(
+            "expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS or "
+            "unix:///path; in a password write %40 for @, %2F for / and %5B for [") from None
 
 
 # The default ports of the games' masters
@@ -600,14 +561,8 @@ UPSTREAM_GAMES = {
     "aio": "aio.port",
     "luanti": "luanti.enabled",
 }
-UPSTREAM_LISTS = 20                     # the lists of other masters that the ini may name
-UPSTREAM_FORM = ("GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
-                 "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST")
-UPSTREAM_HOST = re.compile("[A-Za-z0-9._:-]{1,253}")
-# A gamename and a protocol number, in a form that metrics can show
-UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8})")
-HTTPS_PORT = 443
-WEB_PORTS = {"http": 80, "https": HTTPS_PORT}
+# HOST[:PORT] or, of the Quake III family, HOST[:PORT] GAMENAME PROTOCOL, as metrics can show it
+UPSTREAM_WORDS = re.compile(r"(\S+)(?: ([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8}))?")
 
 
 class Upstream(NamedTuple):
@@ -637,253 +592,119 @@ class Upstream(NamedTuple):
 
 
 def read_upstreams(text):
-    """Return a tuple of the Upstreams in a text, one a line.
-
-    Raise ValueError if a line is wrong, or if there are more than UPSTREAM_LISTS."""
-    upstreams = []
-    for number, line in enumerate(text.strip().split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            upstreams.append(read_upstream(line))
-        except ValueError as error:
-            raise ValueError("line %d of the value: %s" % (number, error)) from None
-    if len(upstreams) > UPSTREAM_LISTS:
-        raise ValueError("expected at most %d lists" % UPSTREAM_LISTS)
+    upstreams = list_reader(read_upstream, "\n")(text)
+    if len(upstreams) > 20:
+        raise ValueError("expected at most 20 lists")
     # The same line twice counts once
     return tuple(dict.fromkeys(upstreams))
 
 
 def read_upstream(line):
-    """Return the Upstream in one line. Raise ValueError if UPSTREAM_FORM does not describe it."""
     game, *words = line.split()
     if game == "iceball":
         raise ValueError("Iceball's servers answer no queries, so they cannot be taken over from "
                          "another list")
     if game not in UPSTREAM_GAMES:
         raise ValueError("expected one of %s, and after it a host" % ", ".join(UPSTREAM_GAMES))
-    if not words:
-        raise ValueError("expected " + UPSTREAM_FORM)
-    place, *list_words = words
-    host, port, tls = read_upstream_place(place, game)
-    if game != "quake3":
-        if list_words:
-            raise ValueError("expected " + UPSTREAM_FORM)
-        return Upstream(game, host, port, tls)
-    match = UPSTREAM_QUAKE3.fullmatch(" ".join(list_words))
-    if not match:
-        raise ValueError("expected " + UPSTREAM_FORM)
-    gamename, protocol = match.groups()
-    return Upstream(game, host, port, tls, gamename, protocol)
+    match = UPSTREAM_WORDS.fullmatch(" ".join(words))
+    place_text, gamename, protocol = match.groups("") if match else ("", "", "")
+    try:
+        place = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
+        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", place.host):
+            raise ValueError("no host")
+        if bool(gamename) != (game == "quake3"):
+            raise ValueError("too many words, or too few")
+    except ValueError:
+        raise ValueError(
+            "expected GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
+            "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST") from None
+    port = place.port or MASTER_PORTS[game]
+    return Upstream(game, place.host.lower(), port, place.tls, gamename, protocol)
 
 
-def read_upstream_place(text, game):
-    """Return the host, the port and whether to use TLS for the text that says where a list is.
+# --- Countries ------------------------------------------------------------------------------------
 
-    Raise ValueError for a text in another form, and for a URL if the game's list is not fetched
-    from a web server."""
-    scheme, separator, after_scheme = text.partition("://")
-    place = text
-    default_port = MASTER_PORTS[game]
-    if separator:
-        if game != "luanti" or scheme not in WEB_PORTS:
-            raise ValueError("expected " + UPSTREAM_FORM)
-        # The list's own URL, as a browser shows it, is right as well
-        place = re.sub("(/list)?/*$", "", after_scheme)
-        default_port = WEB_PORTS[scheme]
-    host, port = read_host_and_port(place)
-    if not UPSTREAM_HOST.fullmatch(host):
-        raise ValueError("expected " + UPSTREAM_FORM)
-    return host.lower(), port or default_port, scheme == "https"
-
-
-def read_own_game_id(text):
-    """Return the id that the operator gives to a game in [games].
-
-    Raise ValueError if it is not an id, or if it is the name of a section, because a game that the
-    program knows may have that id."""
-    if text in section_names():
-        raise ValueError("the id %s is taken" % text)
-    return read_game_id(text)
-
-
-class GameFilter(NamedTuple):
-    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
-    are in lower case."""
-
-    named: Tuple[str, ...] = ()         # games without "!" in the setting
-    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
-    lists_named_only: bool = False      # True if the setting begins with a game without "!"
-
-    def accepts(self, game: str) -> bool:
-        """Return whether a game with this id is listed."""
-        if game in self.excluded:
-            return False
-        return not self.lists_named_only or game in self.named
-
-
-def read_game_filter(text):
-    """Return the GameFilter for a comma-separated list of games.
-
-    `xonotic, openarena` accepts only these two. A list that begins with "!", such as `!nexuiz`,
-    accepts all games but those after a "!". An empty text accepts all games."""
-    names = list_reader(str.lower)(text)
-    if not names:
-        return GameFilter()
-    named = []
-    excluded = []
-    for name in names:
-        if name.startswith("!"):
-            excluded.append(name[len("!"):])
-        else:
-            named.append(name)
-    first_name, *_ = names
-    begins_with_game = not first_name.startswith("!")
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
-
-
-def read_rate(text):
-    """Return (a second, at once) for a rate: `100/400` allows 100 a second on average, and up to
-    400 at once. `100` means `100/100`."""
-    per_second, _, at_once = text.partition("/")
-    read_per_second = number_reader(0.01, 1e6, float)
-    read_at_once = number_reader(1, 1e6, float)
-    return read_per_second(per_second), read_at_once(at_once or per_second)
-
-
-# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too.
-ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?")
-BEFORE_LETTER_A = "`"                   # the character before "a" in ASCII stands for no letter
-
-
-def read_iceball_version(text):
-    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
-
-    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
-    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z. Raise ValueError if the text has
-    another form, or if a part does not fit into its bits."""
-    match = ICEBALL_VERSION_TEXT.fullmatch(text)
-    if not match:
-        raise ValueError("expected a version such as 0.2.1-37")
-    w_text, x_text, y_text, letter, z_text = match.groups()
-    w = int(w_text)
-    x = int(x_text)
-    y = int(y_text or 0)
-    z = int(z_text or 0)
-    letter_number = ord(letter or BEFORE_LETTER_A) - ord(BEFORE_LETTER_A)
-    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
-        raise ValueError("a part of the version is too large")
-    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
+def read_countries(text):
+    """Return the names and the continents of countries, each by the code of the country."""
+    names = {}
+    continents = {}
+    for continent_text in text.split(";"):
+        continent, _, countries = continent_text.partition(":")
+        for country in countries.split(","):
+            code, *words = country.split()
+            names[code] = " ".join(words)
+            continents[code] = continent.strip()
+    return names, continents
 
 
 # The countries of ISO 3166-1 with their usual English names, by continent. Kosovo's code is not in
 # the standard, but files have it
-COUNTRY_NAMES = {
-    "af": """
-        ao Angola, bf Burkina Faso, bi Burundi, bj Benin, bw Botswana, cd DR Congo,
-        cf Central African Republic, cg Congo, ci Ivory Coast, cm Cameroon, cv Cape Verde,
-        dj Djibouti, dz Algeria, eg Egypt, eh Western Sahara, er Eritrea, et Ethiopia, ga Gabon,
-        gh Ghana, gm Gambia, gn Guinea, gq Equatorial Guinea, gw Guinea-Bissau, ke Kenya,
-        km Comoros, lr Liberia, ls Lesotho, ly Libya, ma Morocco, mg Madagascar, ml Mali,
-        mr Mauritania, mu Mauritius, mw Malawi, mz Mozambique, na Namibia, ne Niger, ng Nigeria,
-        re Réunion, rw Rwanda, sc Seychelles, sd Sudan, sh Saint Helena, sl Sierra Leone,
-        sn Senegal, so Somalia, ss South Sudan, st São Tomé and Príncipe, sz Eswatini, td Chad,
-        tg Togo, tn Tunisia, tz Tanzania, ug Uganda, yt Mayotte, za South Africa, zm Zambia,
-        zw Zimbabwe""",
-    "an": """
-        aq Antarctica, bv Bouvet Island, gs South Georgia and the South Sandwich Islands,
-        hm Heard Island and McDonald Islands, tf French Southern Territories""",
-    "as": """
-        ae United Arab Emirates, af Afghanistan, am Armenia, az Azerbaijan, bd Bangladesh,
-        bh Bahrain, bn Brunei, bt Bhutan, cc Cocos Islands, cn China, cx Christmas Island,
-        ge Georgia, hk Hong Kong, id Indonesia, il Israel, in India,
-        io British Indian Ocean Territory, iq Iraq, ir Iran, jo Jordan, jp Japan, kg Kyrgyzstan,
-        kh Cambodia, kp North Korea, kr South Korea, kw Kuwait, kz Kazakhstan, la Laos, lb Lebanon,
-        lk Sri Lanka, mm Myanmar, mn Mongolia, mo Macao, mv Maldives, my Malaysia, np Nepal,
-        om Oman, ph Philippines, pk Pakistan, ps Palestine, qa Qatar, sa Saudi Arabia,
-        sg Singapore, sy Syria, th Thailand, tj Tajikistan, tm Turkmenistan, tr Turkey, tw Taiwan,
-        uz Uzbekistan, vn Vietnam, ye Yemen""",
-    "eu": """
-        ad Andorra, al Albania, at Austria, ax Åland Islands, ba Bosnia and Herzegovina,
-        be Belgium, bg Bulgaria, by Belarus, ch Switzerland, cy Cyprus, cz Czechia, de Germany,
-        dk Denmark, ee Estonia, es Spain, fi Finland, fo Faroe Islands, fr France,
-        gb United Kingdom, gg Guernsey, gi Gibraltar, gr Greece, hr Croatia, hu Hungary,
-        ie Ireland, im Isle of Man, is Iceland, it Italy, je Jersey, li Liechtenstein,
-        lt Lithuania, lu Luxembourg, lv Latvia, mc Monaco, md Moldova, me Montenegro,
-        mk North Macedonia, mt Malta, nl Netherlands, no Norway, pl Poland, pt Portugal,
-        ro Romania, rs Serbia, ru Russia, se Sweden, si Slovenia, sj Svalbard and Jan Mayen,
-        sk Slovakia, sm San Marino, ua Ukraine, va Vatican City, xk Kosovo""",
-    "na": """
-        ag Antigua and Barbuda, ai Anguilla, aw Aruba, bb Barbados, bl Saint Barthélemy,
-        bm Bermuda, bq Caribbean Netherlands, bs Bahamas, bz Belize, ca Canada, cr Costa Rica,
-        cu Cuba, cw Curaçao, dm Dominica, do Dominican Republic, gd Grenada, gl Greenland,
-        gp Guadeloupe, gt Guatemala, hn Honduras, ht Haiti, jm Jamaica, kn Saint Kitts and Nevis,
-        ky Cayman Islands, lc Saint Lucia, mf Saint Martin, mq Martinique, ms Montserrat,
-        mx Mexico, ni Nicaragua, pa Panama, pm Saint Pierre and Miquelon, pr Puerto Rico,
-        sv El Salvador, sx Sint Maarten, tc Turks and Caicos Islands, tt Trinidad and Tobago,
-        us United States, vc Saint Vincent and the Grenadines, vg British Virgin Islands,
-        vi U.S. Virgin Islands""",
-    "oc": """
-        as American Samoa, au Australia, ck Cook Islands, fj Fiji, fm Micronesia, gu Guam,
-        ki Kiribati, mh Marshall Islands, mp Northern Mariana Islands, nc New Caledonia,
-        nf Norfolk Island, nr Nauru, nu Niue, nz New Zealand, pf French Polynesia,
-        pg Papua New Guinea, pn Pitcairn Islands, pw Palau, sb Solomon Islands, tk Tokelau,
-        tl Timor-Leste, to Tonga, tv Tuvalu, um U.S. Minor Outlying Islands, vu Vanuatu,
-        wf Wallis and Futuna, ws Samoa""",
-    "sa": """
-        ar Argentina, bo Bolivia, br Brazil, cl Chile, co Colombia, ec Ecuador,
-        fk Falkland Islands, gf French Guiana, gy Guyana, pe Peru, py Paraguay, sr Suriname,
-        uy Uruguay, ve Venezuela""",
-}
-
-
-class Country(NamedTuple):
-    """One country."""
-
-    name: str                           # in English
-    continent: str                      # a key of COUNTRY_NAMES, also the continent's code
-
-
-def read_countries():
-    """Return the Country of each code in COUNTRY_NAMES, by the code."""
-    countries = {}
-    for continent, text in COUNTRY_NAMES.items():
-        for entry in text.split(","):
-            code, _, name = entry.strip().partition(" ")
-            countries[code] = Country(" ".join(name.split()), continent)
-    return countries
-
-
-COUNTRIES = read_countries()
+COUNTRY_NAMES, CONTINENTS = read_countries("""
+af: ao Angola, bf Burkina Faso, bi Burundi, bj Benin, bw Botswana, cd DR Congo, cf Central African
+Republic, cg Congo, ci Ivory Coast, cm Cameroon, cv Cape Verde, dj Djibouti, dz Algeria, eg Egypt,
+eh Western Sahara, er Eritrea, et Ethiopia, ga Gabon, gh Ghana, gm Gambia, gn Guinea, gq Equatorial
+Guinea, gw Guinea-Bissau, ke Kenya, km Comoros, lr Liberia, ls Lesotho, ly Libya, ma Morocco, mg
+Madagascar, ml Mali, mr Mauritania, mu Mauritius, mw Malawi, mz Mozambique, na Namibia, ne Niger, ng
+Nigeria, re Réunion, rw Rwanda, sc Seychelles, sd Sudan, sh Saint Helena, sl Sierra Leone, sn
+Senegal, so Somalia, ss South Sudan, st São Tomé and Príncipe, sz Eswatini, td Chad, tg Togo, tn
+Tunisia, tz Tanzania, ug Uganda, yt Mayotte, za South Africa, zm Zambia, zw Zimbabwe;
+an: aq Antarctica, bv Bouvet Island, gs South Georgia and the South Sandwich Islands, hm Heard
+Island and McDonald Islands, tf French Southern Territories;
+as: ae United Arab Emirates, af Afghanistan, am Armenia, az Azerbaijan, bd Bangladesh, bh Bahrain,
+bn Brunei, bt Bhutan, cc Cocos Islands, cn China, cx Christmas Island, ge Georgia, hk Hong Kong, id
+Indonesia, il Israel, in India, io British Indian Ocean Territory, iq Iraq, ir Iran, jo Jordan, jp
+Japan, kg Kyrgyzstan, kh Cambodia, kp North Korea, kr South Korea, kw Kuwait, kz Kazakhstan, la
+Laos, lb Lebanon, lk Sri Lanka, mm Myanmar, mn Mongolia, mo Macao, mv Maldives, my Malaysia, np
+Nepal, om Oman, ph Philippines, pk Pakistan, ps Palestine, qa Qatar, sa Saudi Arabia, sg Singapore,
+sy Syria, th Thailand, tj Tajikistan, tm Turkmenistan, tr Turkey, tw Taiwan, uz Uzbekistan, vn
+Vietnam, ye Yemen;
+eu: ad Andorra, al Albania, at Austria, ax Åland Islands, ba Bosnia and Herzegovina, be Belgium, bg
+Bulgaria, by Belarus, ch Switzerland, cy Cyprus, cz Czechia, de Germany, dk Denmark, ee Estonia, es
+Spain, fi Finland, fo Faroe Islands, fr France, gb United Kingdom, gg Guernsey, gi Gibraltar, gr
+Greece, hr Croatia, hu Hungary, ie Ireland, im Isle of Man, is Iceland, it Italy, je Jersey, li
+Liechtenstein, lt Lithuania, lu Luxembourg, lv Latvia, mc Monaco, md Moldova, me Montenegro, mk
+North Macedonia, mt Malta, nl Netherlands, no Norway, pl Poland, pt Portugal, ro Romania, rs Serbia,
+ru Russia, se Sweden, si Slovenia, sj Svalbard and Jan Mayen, sk Slovakia, sm San Marino, ua
+Ukraine, va Vatican City, xk Kosovo;
+na: ag Antigua and Barbuda, ai Anguilla, aw Aruba, bb Barbados, bl Saint Barthélemy, bm Bermuda, bq
+Caribbean Netherlands, bs Bahamas, bz Belize, ca Canada, cr Costa Rica, cu Cuba, cw Curaçao, dm
+Dominica, do Dominican Republic, gd Grenada, gl Greenland, gp Guadeloupe, gt Guatemala, hn Honduras,
+ht Haiti, jm Jamaica, kn Saint Kitts and Nevis, ky Cayman Islands, lc Saint Lucia, mf Saint Martin,
+mq Martinique, ms Montserrat, mx Mexico, ni Nicaragua, pa Panama, pm Saint Pierre and Miquelon, pr
+Puerto Rico, sv El Salvador, sx Sint Maarten, tc Turks and Caicos Islands, tt Trinidad and Tobago,
+us United States, vc Saint Vincent and the Grenadines, vg British Virgin Islands, vi U.S. Virgin
+Islands;
+oc: as American Samoa, au Australia, ck Cook Islands, fj Fiji, fm Micronesia, gu Guam, ki Kiribati,
+mh Marshall Islands, mp Northern Mariana Islands, nc New Caledonia, nf Norfolk Island, nr Nauru, nu
+Niue, nz New Zealand, pf French Polynesia, pg Papua New Guinea, pn Pitcairn Islands, pw Palau, sb
+Solomon Islands, tk Tokelau, tl Timor-Leste, to Tonga, tv Tuvalu, um U.S. Minor Outlying Islands, vu
+Vanuatu, wf Wallis and Futuna, ws Samoa;
+sa: ar Argentina, bo Bolivia, br Brazil, cl Chile, co Colombia, ec Ecuador, fk Falkland Islands, gf
+French Guiana, gy Guyana, pe Peru, py Paraguay, sr Suriname, uy Uruguay, ve Venezuela""")
 
 
 def country_name(code):
     """Return the English name of a country, or its code in capital letters if it is not known."""
-    return COUNTRIES[code].name if code in COUNTRIES else code.upper()
-
-
-def continent_of(code):
-    """Return the two letters of a country's continent, or "" if they are not known."""
-    return COUNTRIES[code].continent if code in COUNTRIES else ""
+    return COUNTRY_NAMES.get(code, code.upper())
 
 
 def read_country(text):
-    """Return the code of a country, two letters in lower case."""
     code = text.strip().lower()
-    if code not in COUNTRIES:
+    if code not in COUNTRY_NAMES:
         raise ValueError("expected the two letters of a country, such as de or us")
     return code
 
 
 def read_country_place(text):
-    """Return (address, port) for which the ini names a country.
-
-    The port is 0 if it is left out: then the country holds for all servers at the address."""
+    """Return (address, port) for which the ini names a country. The port is 0 if it is left out:
+    then the country holds for all servers at the address."""
     try:
         return read_address(text), 0
     except ValueError:
         return read_numeric_endpoint(text)
 
+
+# --- The table -----------------------------------------------------------------------------------
 
 class Setting(NamedTuple):
     """One setting, or a section of data, whose keys the operator chooses."""
@@ -894,6 +715,8 @@ class Setting(NamedTuple):
     help: str                       # one line, which the ini shows as a comment
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text      # the reader of the keys of a section of data
+    secret: bool = False            # whether no message shows its value
+    text_file: bool = False         # whether it names a text file, which is read with the settings
 
     @property
     def section(self) -> str:
@@ -937,8 +760,10 @@ SETTINGS_BEFORE_GAMES = (
             "Where the page is reached from outside, as https://games.example; for links to it."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
     Setting("http.template", "", read_without_url,
-            "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
-    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
+            "A file with your own list page; LIST_PAGE in the program explains its placeholders.",
+            text_file=True),
+    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css.",
+            text_file=True),
     Setting("http.countries", "", read_without_url,
             "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
@@ -949,7 +774,7 @@ SETTINGS_AFTER_GAMES = (
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
-            live=False),
+            live=False, secret=True),
     Setting("cluster.name", "", read_plain_name,
             "This master's name among others; empty: the host's and a random part.", live=False),
     Setting("cluster.prefix", "masterserver", read_plain_name,
@@ -976,7 +801,7 @@ SETTINGS_AFTER_GAMES = (
             read_text, "The text of a message. Of other placeholders there is only $country."),
     Setting("webhooks", "ours = discord https://discord.com/api/webhooks/ID/TOKEN", read_webhook,
             "Receivers of news: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
-            read_key=read_game_id),
+            read_key=read_game_id, secret=True),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
     Setting("country", "203.0.113.7:20737 = de", read_country,
@@ -1013,6 +838,31 @@ SETTINGS_AFTER_GAMES = (
     Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
 
+# The readers and the settings of each game. They are to stand with the game's protocol
+
+# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too
+ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-~])?(?:-(\d+))?")
+
+
+def read_iceball_version(text):
+    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
+
+    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
+    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z."""
+    match = ICEBALL_VERSION_TEXT.fullmatch(text)
+    if not match:
+        raise ValueError("expected a version such as 0.2.1-37")
+    w_text, x_text, y_text, letter, z_text = match.groups("0")
+    w = int(w_text)
+    x = int(x_text)
+    y = int(y_text)
+    z = int(z_text)
+    letter_number = 0 if letter == "0" else ord(letter) - ord("a") + 1
+    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
+        raise ValueError("a part of the version is too large")
+    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
+
+
 ICEBALL_SETTINGS = (
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
     Setting("iceball.version", "0.2.1-37", read_iceball_version,
@@ -1023,6 +873,14 @@ ICEBALL_SETTINGS = (
             "Seconds of silence after which a server is removed (the document says 120).",
             live=False),
 )
+
+
+def read_known_hyperbol(text):
+    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
+    endpoint, *flavors = text.split()
+    host, port = read_endpoint(endpoint)
+    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
+
 
 HYPERBOL_SETTINGS = (
     Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
@@ -1042,8 +900,38 @@ AIO_SETTINGS = (
             "TCP port for servers and clients of every generation.", live=False),
     Setting("aio.news", "", read_text, "The text that players read under News."),
     Setting("aio.news_file", "", read_without_url,
-            "A text file to read the news from instead; read again when it changes."),
+            "A text file to read the news from instead; read again when it changes.",
+            text_file=True),
 )
+
+
+class GameFilter(NamedTuple):
+    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
+    are in lower case."""
+
+    named: Tuple[str, ...] = ()         # games without "!" in the setting
+    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
+    lists_named_only: bool = False      # True if the setting begins with a game without "!"
+
+    def accepts(self, game: str) -> bool:
+        if game in self.excluded:
+            return False
+        return not self.lists_named_only or game in self.named
+
+
+def read_game_filter(text):
+    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
+    `!nexuiz`, which accepts all others. An empty text accepts all games."""
+    named = []
+    excluded = []
+    for name in list_reader(str.lower)(text):
+        if name.startswith("!"):
+            excluded.append(name[len("!"):])
+        else:
+            named.append(name)
+    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
+    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
+
 
 QUAKE3_SETTINGS = (
     Setting("quake3.port", "27950", read_port,
@@ -1072,25 +960,13 @@ DDNET_SETTINGS = (
 
 # All settings by name, in the order of the ini. Section 10 fills this table
 SETTINGS: Dict[str, Setting] = {}
+# Settings of earlier versions. An ini that still has one of them causes a warning
+REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 
 def section_names():
     """Return the names of the sections of the ini, which include the ids of most games."""
     return {setting.section for setting in SETTINGS.values()}
-
-
-# Settings of earlier versions. An ini that still has one of them causes a warning.
-REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
-
-# No message shows a value from these sections. Each may be a secret, even if it is not a URL.
-SECRET_SECTIONS = "webhooks", "cluster"
-
-# These settings name a text file, which is read with the settings and again when it changes.
-TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
-# So do these, for HTTPS
-TLS_FILES = ("http.certificate", "http.key")
-# This one names a file that is read again only if it has changed itself
-COUNTRY_FILE = "http.countries"
 
 
 class Settings:
@@ -1104,7 +980,7 @@ class Settings:
                 settings: then nothing is kept on disk by default
     given       the names of the settings that the ini, --set or the other program has set
     warnings    messages for the log
-    texts       the contents of the files in TEXT_FILES, by the setting's name"""
+    texts       the contents of the text files that settings name, by the setting's name"""
 
     def __init__(self, values=None):
         """Set every setting to its default, and then those in `values`, a dict of texts by name, as
@@ -1117,11 +993,8 @@ class Settings:
         self.texts = {}
         self.values: Dict[str, Any] = {}
         for setting in SETTINGS.values():
-            if setting.key:
-                self.values[setting.name] = setting.read(setting.default)
-            else:
-                # The default of a section of data is only an example
-                self.values[setting.name] = {}
+            # The default of a section of data is only an example
+            self.values[setting.name] = setting.read(setting.default) if setting.key else {}
         for name, text in (values or {}).items():
             self.set_text(name, str(text), origin="setting")
 
@@ -1144,21 +1017,15 @@ class Settings:
             for key, text in parser.items(section):
                 settings.set_text("%s.%s" % (section, key), text, origin=path)
         for override in overrides:
-            settings.apply_override(override)
+            name, equals, text = override.partition("=")
+            if not equals:
+                # The text is not shown, because nobody can tell where a secret begins in it
+                raise SettingsError("--set: expected section.key=value")
+            settings.set_text(name.strip(), text.strip(), origin="--set")
         database = settings.file("server.database")
         if database and os.path.realpath(database) == os.path.realpath(path):
             raise SettingsError("[server] database: that is the ini; it would be overwritten")
         return settings
-
-    def apply_override(self, override):
-        """Set the setting that a text `section.key=value` from --set names. Raise SettingsError if
-        the text is wrong."""
-        name, equals, text = override.partition("=")
-        if not equals:
-            # No more is shown, because without "=" nobody can tell where a secret begins
-            raise SettingsError("--set %.16s: expected section.key=value"
-                                % without_secrets(override))
-        self.set_text(name.strip(), text.strip(), origin="--set")
 
     def set_text(self, name, text, origin):
         """Set the setting `name`, which is section.key, to the value of `text`.
@@ -1166,110 +1033,62 @@ class Settings:
         `origin` says in messages where the text comes from: the path of the ini, or --set. Raise
         SettingsError if the name or the text is wrong. For a setting of an earlier version, only
         add a warning to `warnings`."""
-        section, _, key = name.partition(".")
-        if "://" in section:            # then the dot is part of a URL
-            raise SettingsError("%s: %s: expected section.key" % (origin, without_secrets(name)))
-        # How messages name the setting, such as "masterserver.ini: [http] title"
-        label = "%s: [%s] %s" % (origin, section, without_secrets(key))
+        section, _, key = without_secrets(name).partition(".")
+        label = "%s: [%s] %s" % (origin, section, key)
         if name in REMOVED_SETTINGS:
             self.warnings.append(label + " is no longer a setting and has no effect")
             return
         setting = SETTINGS.get(name) or SETTINGS.get(section)
         if setting is None:
-            problem = unknown_name_problem(section, key)
+            keys = [setting.key for setting in SETTINGS.values() if setting.section == section]
+            problem = "has no key " + key + name_hint(key, keys)
+            if not keys:
+                problem = "is not a section" + name_hint(section, section_names())
             raise SettingsError("%s: [%s] %s" % (origin, section, problem))
-        _, *continuation_lines = text.split("\n")
-        for line in continuation_lines:
-            check_continuation_line(line, label)
-        self.given.add(setting.name)
+        # An indented line continues the value above it. If it is the line of a webhook, its secret
+        # URL might be shown on the page, and nothing would be sent to it
+        indented_key = re.search(r"\n\s*([\w.-]+)\s*=\s*(\w+\s+)?\w+://", text)
+        if indented_key:
+            raise SettingsError(
+                "%s: the line %s = … below this value is indented, so it continues the value; it "
+                "is probably a setting, which begins without blanks"
+                % (label, indented_key.group(1)))
         try:
-            self.store_value(setting, key, text)
+            # Bytes of the command line that are not UTF-8 have become lone surrogates. encode()
+            # raises UnicodeEncodeError for them, which is a ValueError
+            (key + text).encode()
+            if "\0" in text:            # the system allows no NUL in the name of a file
+                raise ValueError("a NUL character is not allowed")
+            value = setting.read(text)
+            if setting.key:
+                self.values[setting.name] = value
+            else:
+                self.values[setting.name][setting.read_key(key)] = value
         except ValueError as error:
-            printable = printable_value(section, key, text)
-            raise SettingsError("%s = %s: %s" % (label, printable, error)) from None
-
-    def store_value(self, setting, key, text):
-        """Read `text` and store it as the value of `setting` or, if that is a section of data, as
-        the value of `key` in it. Raise ValueError if the text or the key is wrong."""
-        # Bytes of the command line that are not UTF-8 have become lone surrogates. encode() raises
-        # UnicodeEncodeError for them, which is a ValueError
-        (key + text).encode()
-        if "\0" in text:                # the system allows no NUL in the name of a file
-            raise ValueError("a NUL character is not allowed")
-        if setting.key:
-            self.values[setting.name] = setting.read(text)
-        else:
-            self.values[setting.name][setting.read_key(key)] = setting.read(text)
+            one_line = " ".join(text.split())
+            shown = without_secrets(one_line)
+            # A URL in the key was split at a "=" in it: then the text is the rest of the URL
+            if setting.secret or "://" in key:
+                shown = "…"
+            raise SettingsError("%s = %s: %s" % (label, shown, error)) from None
+        self.given.add(setting.name)
 
     def file(self, name):
         """Return the path of the file that the setting `name` names, or "" if there is no such
         file. A relative path begins in the ini's folder."""
-        path = self.values[name]
-        if not path:
-            return ""
         # A program that has made these settings gets no file that it has not asked for
         is_embedded = self.folder is None
-        if is_embedded and name not in self.given:
+        if not self.values[name] or is_embedded and name not in self.given:
             return ""
-        return os.path.join(self.folder or "", path)
-
-
-def printable_value(section, key, text):
-    """Return a setting's text in one line for an error message, with "…" in place of all that may
-    be secret."""
-    if section in SECRET_SECTIONS:
-        return "…"
-    # A URL in the key means that the line was split at a "=" inside that URL. Then the text is the
-    # rest of the URL, and may be secret
-    if "://" in key:
-        return "…"
-    one_line = " ".join(text.split())
-    return without_secrets(one_line)
-
-
-def unknown_name_problem(section, key):
-    """Return the end of an error message about a setting that does not exist: whether the section
-    or the key is wrong, and the name that was probably meant."""
-    keys = [setting.key for setting in SETTINGS.values() if setting.section == section]
-    if not keys:
-        return "is not a section" + name_hint(section, section_names())
-    return "has no key " + without_secrets(key) + name_hint(key, keys)
+        return os.path.join(self.folder or "", self.values[name])
 
 
 def name_hint(name, right_names):
     """Return the end of an error message about a wrong name: the most similar right name, or all
     right names if none is similar."""
-    similar_names = difflib.get_close_matches(name, right_names, n=1, cutoff=0.5)
-    for similar_name in similar_names:
+    for similar_name in difflib.get_close_matches(name, right_names, n=1, cutoff=0.5):
         return "; did you mean %s?" % similar_name
     return "; expected one of %s" % ", ".join(sorted(right_names))
-
-
-def check_continuation_line(line, label):
-    """Raise SettingsError if an indented line, which continues the value above it, looks like a
-    setting whose value is a URL.
-
-    The URL may be secret. As a part of another value it might be shown on the page, and nothing
-    would be sent to it. `label` is the name of the setting above in the message."""
-    key_text, _, value = line.partition("=")
-    key = key_text.strip()
-    before_url, separator, _ = value.partition("://")
-    if not separator or not re.fullmatch(PLAIN_NAME, key):
-        return
-    # Before "://" stands the scheme and, in [webhooks], a FORMAT before the scheme
-    words = before_url.split()
-    if len(words) not in (1, 2):
-        return
-    *_, scheme = words
-    if scheme in ENGINE_SCHEMES:
-        section = "cluster"
-    elif "http." + key in SETTINGS:
-        section = "http"
-    else:
-        section = "webhooks"
-    raise SettingsError(
-        "%s: the line %s = … below this value is indented, so it continues the value; it probably "
-        "belongs in [%s], without blanks before it" % (label, key, section))
 
 
 def read_ini(path, missing_ok):
@@ -1287,32 +1106,22 @@ def read_ini(path, missing_ok):
     try:
         paths_read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
+        # The message names the place, and never repeats a line, because a secret may be in it
+        if isinstance(error, UnicodeDecodeError):
+            place = "byte %d" % (error.start + 1)
+        else:
+            # `errors` has (line number, line) for each wrong line. Some errors have only `lineno`
+            line_numbers = [number for number, _ in getattr(error, "errors", ())]
+            line_numbers = line_numbers or [getattr(error, "lineno", 0)]
+            place = "line " + ", ".join(map(str, line_numbers))
         raise SettingsError(
-            "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, ini_error_text(error))) from None
+            "%s: %s: expected, in UTF-8, [section] and below it key = value, or an indented line "
+            "that continues the one above" % (path, place)) from None
     # The parser skips a file that it cannot open, without an error
-    if not paths_read:
-        if not missing_ok or os.path.lexists(path):
-            raise SettingsError(
-                "%s: cannot be read; is the name right, and may this user read it?" % path)
+    if not paths_read and (not missing_ok or os.path.lexists(path)):
+        raise SettingsError(
+            "%s: cannot be read; is the name right, and may this user read it?" % path)
     return parser
-
-
-def ini_error_text(error):
-    """Return text that says where an ini is wrong. `error` is the exception that
-    ConfigParser.read() has raised.
-
-    The text never repeats a line of the ini, because the line may contain a secret."""
-    if isinstance(error, UnicodeDecodeError):
-        return "byte %d is not UTF-8" % (error.start + 1)
-    if isinstance(error, configparser.MissingSectionHeaderError):
-        return "line %d: there is no section header above it" % error.lineno
-    # `errors` of a ParsingError holds (line number, line) for each wrong line
-    line_numbers = [number for number, _ in getattr(error, "errors", ())]
-    if not line_numbers:
-        # Since Python 3.13 a line that continues no value raises an error with only `lineno`
-        line_numbers = [getattr(error, "lineno", 0)]
-    return "line " + ", ".join(map(str, line_numbers))
 
 
 def config_text():
@@ -1328,11 +1137,10 @@ def config_text():
             section = setting.section
             lines += ["", "[%s]" % section]
         # For a section of data, the default is a whole line
-        example = setting.default
+        line = "#" + setting.default
         if setting.key:
-            example = "%s = %s" % (setting.key, setting.default)
-        setting_line = "#" + example
-        lines += ["", "# " + setting.help, setting_line.rstrip()]
+            line = "#%s = %s" % (setting.key, setting.default)
+        lines += ["", "# " + setting.help, line.rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -2288,7 +2096,7 @@ class Rules:
         return countries.get((address, port)) or countries.get((address, 0), "")
 
     def country(self, address, port=0):
-        """Return the country of a server, a key of COUNTRIES or, from the file, two other letters.
+        """Return the country of a server, in COUNTRY_NAMES or, from the file, two other letters.
 
         Return "" if the country is not known. `port` is 0 for an address alone."""
         by_hand = self.country_by_hand(address, port)
@@ -12809,7 +12617,7 @@ def ddnet_location(country):
     """Return the location of a server in this country for DDNet's list, or "" if it has none."""
     if country == "cn":
         return "as:cn"
-    continent = continent_of(country)
+    continent = CONTINENTS.get(country, "")
     return "" if continent == "an" else continent       # the game knows no Antarctica
 
 
@@ -13272,7 +13080,7 @@ def announce_luanti(web, request, port, values):
 
 def get_geoip(web, request):
     """Return the continent of the player who asks, as Luanti's list does."""
-    continent = continent_of(web.rules.country(request.address))
+    continent = CONTINENTS.get(web.rules.country(request.address), "")
     return HttpResponse(to_json({"continent": continent.upper() or None}), JSON_TYPE)
 
 
@@ -13729,6 +13537,8 @@ PROTOCOLS = (
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+# These settings name a text file, which is read with the settings and again when it changes
+TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
 # ================================================================================================
 # 11  Event loop
@@ -15275,7 +15085,7 @@ def file_stamps(settings):
     It is a list with the file_stamp() of each, without files that do not exist. If it differs
     from an earlier one, a file has changed."""
     stamps = []
-    names = (*TEXT_FILES, *TLS_FILES, COUNTRY_FILE)
+    names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
         stamps += file_stamp(path)
     return stamps
@@ -15293,7 +15103,7 @@ def file_stamp(path):
 
 def country_stamp(settings):
     """Return the path of the file with the countries, and its file_stamp()."""
-    path = settings.file(COUNTRY_FILE)
+    path = settings.file("http.countries")
     return path, file_stamp(path)
 
 
@@ -15302,7 +15112,7 @@ def load_country_file(settings):
 
     Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
     memory: were it mapped, the program would crash when somebody copies a new file over it."""
-    path = settings.file(COUNTRY_FILE)
+    path = settings.file("http.countries")
     if not path:
         return None
     try:
