@@ -9588,18 +9588,6 @@ def ddnet_large_bytes(info):
     return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
 
 
-def ddnet_player_names(registration):
-    """Return the names of the players and spectators on a server, with clans in parentheses.
-
-    `registration` is as in read_ddnet_registration()."""
-    names = []
-    for client in json.loads(registration["info"])["clients"]:
-        name = clean(client["name"])
-        clan = clean(client["clan"])
-        names.append("%s (%s)" % (name, clan) if clan else name)
-    return names
-
-
 # --- Stored attributes ---------------------------------------------------------------------------
 
 # The functions that check those attributes of Server which belong to one protocol, by the
@@ -9608,6 +9596,73 @@ STORED_READERS = {
     "luanti_announcement": luanti_fields,
     "ddnet_registration": read_ddnet_registration,
 }
+
+# --- What pages say of each game -----------------------------------------------------------------
+
+class Contact(NamedTuple):
+    """A line that somebody who runs a game server can copy, to have the server listed here.
+
+    It belongs in the settings of the game server, or is a command to run beside it."""
+
+    reader: str                         # whom the line is for, and the file in which it belongs
+    line: str                           # a %-template with the values host, port, game and page
+
+
+ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
+CONTACTS = {
+    "iceball": Contact("Iceball servers, in svsave/pub/server.json",
+                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
+    "subspace": Contact("SubSpace zones (asss)",
+                        "Directory:Server1 = %(host)s, port %(port)d"),
+    "aio": Contact("AIO servers", "master server %(host)s, port %(port)d"),
+    "luanti": Contact("Luanti servers, in minetest.conf",
+                      "server_announce = true, and serverlist_url = http://%(page)s"),
+    "ddnet": Contact("DDNet servers, in autoexec_server.cfg",
+                     "sv_register 1; sv_register_url http://%(page)s/ddnet/15/register; "
+                     "http_allow_insecure 1"),
+    "hyperbol": Contact("Hyperbol servers", ANNOUNCE_COMMAND),
+    "quake3": Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
+                      'set sv_master1 "%(host)s:%(port)d"'),
+}
+# The link that starts the game and joins a server: a %-template with its address and port
+PLAY_LINKS = {"iceball": "iceball://%s"}
+
+
+def quake3_mode(server):
+    return QUAKE3_MODES.get(server.mode, server.mode)
+
+
+def ddnet_facts(server):
+    return [("Addresses", ", ".join(server.ddnet_registration.get("addresses", ())))]
+
+
+def ddnet_player_names(server):
+    """Return the names of the players and spectators on a server, with clans in parentheses."""
+    if not server.ddnet_registration:
+        return []
+    names = []
+    for client in json.loads(server.ddnet_registration["info"])["clients"]:
+        name = clean(client["name"])
+        clan = clean(client["clan"])
+        names.append("%s (%s)" % (name, clan) if clan else name)
+    return names
+
+
+def luanti_player_names(server):
+    return server.luanti_announcement.get("clients_list", [])
+
+
+# Functions of a server, by game: its mode in words, further lines of its page as (name, value)
+# pairs, and the names of those who are on it
+MODE_TEXTS = dict.fromkeys(QUAKE3_MODE_GAMES, quake3_mode)
+GAME_FACTS = {"ddnet": ddnet_facts}
+PLAYER_NAMES = {"luanti": luanti_player_names, "ddnet": ddnet_player_names}
+
+
+def mode_text(server):
+    """Return the name that players use for a server's mode, such as "tournament"."""
+    to_text = MODE_TEXTS.get(server.game)
+    return to_text(server) if to_text else server.mode
 
 # ================================================================================================
 # 8  Pages
@@ -9621,21 +9676,6 @@ STORED_READERS = {
 # ================================================================================================
 
 # --- Templates -----------------------------------------------------------------------------------
-
-# The full height of a sparkline stands for at least this many players, because two players must
-# not look like a crowd
-SPARK_MIN_PLAYERS = 4
-# In a sparkline y is 0 at the top. An hour in which the server was away is drawn without height, an
-# hour without players one step high
-SPARK_GROUND_Y = 9
-SPARK_EMPTY_Y = 8
-# A chart has at most this many points: one for each day of a year, or about one per pixel of
-# a phone's width
-CHART_POINTS = 366
-# There are at most this many gridlines above zero, so that nobody has to count them
-CHART_GRIDLINES = 4
-# The preview of a link names at most this many servers, which is more than a chat shows
-PREVIEW_NAMES = 5
 
 # The list page. The operator's own `[http] template` may replace it. Each of these placeholders may
 # occur in a template once or not at all:
@@ -9713,17 +9753,10 @@ SEARCH = """\
  autocomplete="off" spellcheck="false"></label>
 <label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
-$countries<button>Search</button>
-</form>
-"""
-
-# The closed choice of countries shows so many codes; of more it shows the number, so that it has
-# room on a phone
-COUNTRY_CODES_SHOWN = 3
-# The choice of countries, which opens above the list
-COUNTRY_CHOICE = """\
 <details id="countries"$hidden><summary>$summary</summary>
 <div class="choice" id="country-boxes" data-live>$boxes</div></details>
+<button>Search</button>
+</form>
 """
 
 COUNTRY_BOX = """\
@@ -9767,8 +9800,6 @@ the servers in their lists that answer appear here.</p>
 </section>
 """
 
-# The maximum of players in a row, with a thin bar
-METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 # One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
 SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
@@ -9853,7 +9884,7 @@ NOT_LISTED = """\
 Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
 
 PLAY = """\
-<p><a class="play" href="iceball://$address">Play</a></p>
+<p><a class="play" href="$link">Play</a></p>
 """
 
 FACT = """\
@@ -10548,7 +10579,7 @@ function showCountryChoice(page) {
   checkCountries();
 }
 
-function checkCountries() {         // the text is as in country_summary() of the master
+function checkCountries() {         // the text is as in render_search() of the master
   for (const box of document.querySelectorAll('#countries input'))
     box.checked = view.country.includes(box.value);
   const summary = document.querySelector('#countries summary'), count = view.country.length;
@@ -10684,10 +10715,7 @@ class Html(str):
 
 
 def render_value(value):
-    """Return the HTML for a value of a template, as a str.
-
-    Html stays as it is. A list is rendered item by item. Any other value is converted to text and
-    escaped."""
+    """Return a value of a template as HTML. The items of a list follow each other."""
     if isinstance(value, Html):
         return value
     if isinstance(value, list):
@@ -10696,15 +10724,11 @@ def render_value(value):
 
 
 def fill_template(template, **values):
-    """Fill a template: replace each `$name` by the keyword argument of that name, escaped.
+    """Replace each `$name` of a template by the value of that name, escaped. Return Html.
 
-    Return Html. Raise KeyError if the template names a value that is not given. Surplus values are
-    ignored."""
-    rendered = {}
-    for name, value in values.items():
-        rendered[name] = render_value(value)
-    text = string.Template(template).substitute(rendered)
-    return Html(text)
+    Raise KeyError if the template names a value that is not given. Surplus values are ignored."""
+    rendered = {name: render_value(value) for name, value in values.items()}
+    return Html(string.Template(template).substitute(rendered))
 
 
 class PageContext(NamedTuple):
@@ -10722,13 +10746,9 @@ class PageContext(NamedTuple):
 
 
 def check_list_template(text):
-    """Check the operator's own list page by filling its placeholders with empty values.
-
-    Raise ValueError if `text` is not a valid string.Template, or if it has a placeholder that is
-    not in LIST_PLACEHOLDERS."""
-    empty_values = dict.fromkeys(LIST_PLACEHOLDERS, "")
+    """Raise ValueError if the text is no valid template of the list page."""
     try:
-        string.Template(text).substitute(empty_values)
+        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
         name, = error.args
         valid_names = ", ".join(LIST_PLACEHOLDERS)
@@ -10737,22 +10757,12 @@ def check_list_template(text):
 
 # --- Small pieces --------------------------------------------------------------------------------
 
-# The units in which ages are given: the unit, its length in seconds, and the age in seconds from
-# which the next unit is used. After the last of them, ages are given in days
-AGE_UNITS = (
-    ("s", 1, 90),
-    ("min", 60, 5400),
-    ("h", 3600, 129600),
-)
-
-
 def age_text(seconds):
-    """Return an age in words, such as "12 s ago" for 12 seconds.
-
-    The function ago() of the page's script follows the same rule."""
+    """Return an age in words: "12 s ago". The function ago() of the script has the same rule."""
     if seconds < 1:
         return "now"
-    for unit, unit_s, limit_s in AGE_UNITS:
+    # Each unit with its length in seconds, and the age from which the next unit is used
+    for unit, unit_s, limit_s in (("s", 1, 90), ("min", MINUTE, 5400), ("h", HOUR, 129600)):
         if seconds < limit_s:
             return "%d %s ago" % (seconds // unit_s, unit)
     return "%d d ago" % (seconds // DAY)
@@ -10774,18 +10784,9 @@ def minute_text(wall):
 
 
 def time_tag(then, wall):
-    """Return a <time> element that says how long ago `then` was.
-
-    `then` is a past time and `wall` the present time, both in seconds since 1970."""
+    """Return a <time> element that says how long ago `then` was; `wall` is the present time."""
     return fill_template('<time datetime="$exact" title="$exact">$age</time>',
                          exact=iso_time(then), age=age_text(wall - then))
-
-
-def mode_text(server):
-    """Return the name that players use for a server's mode, such as "tournament"."""
-    if server.game in QUAKE3_MODE_GAMES:
-        return QUAKE3_MODES.get(server.mode, server.mode)
-    return server.mode
 
 
 def server_link(server, path="/server"):
@@ -10796,7 +10797,7 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the badges that apply to a server, as Html. Most servers have none."""
+    """Return the badges that apply to a server. Most servers have none."""
     has_badge = {
         "official": server.official,
         "unconfirmed": not server.confirmed,
@@ -10810,6 +10811,29 @@ def render_badges(server):
         if has_badge[badge]:
             pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
     return Html("".join(pieces))
+
+
+def render_sparkline(counts):
+    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+
+    `counts` has None for an hour in which the server was away. Without any other, return ""."""
+    present_counts = without_gaps(counts)
+    if not present_counts:
+        return Html("")
+    # The full height stands for at least 4 players, because two must not look like a crowd
+    scale = max(4, *present_counts)
+    bars = []
+    for count in counts:
+        # y is 0 at the top. An hour in which the server was away has no height, an hour without
+        # players is one step high
+        top = 9 if count is None else 8 - round(8 * count / scale)
+        bars.append("V%dh1" % top)          # up or down to the hour's height, then one step right
+    return Html(SPARKLINE % "".join(bars))
+
+
+def without_gaps(counts):
+    """Return the player counts without the None that stands where the server was away."""
+    return [count for count in counts if count is not None]
 
 
 def number_text(number):
@@ -10828,12 +10852,8 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
     `title` says what the page is about; it is empty for the list of all games. If a link to
     the page is posted in a chat, the preview shows the sentence `about` and leads to `path`. Either
-    may be "". `values` are the values that the template needs beside $title, $head and $foot."""
-    full_title = context.title
-    if title and context.title:
-        full_title = "%s · %s" % (title, context.title)
-    elif title:
-        full_title = title
+    may be "". `values` are those that the template needs beside $title, $head and $foot."""
+    full_title = " · ".join(filter(None, [title, context.title]))
     link = ""
     if context.url and path:
         link = fill_template(HEAD_LINK, url=context.url + path)
@@ -10859,52 +10879,13 @@ def render_tab(link, text, is_current, count=""):
 
 # --- The list page -------------------------------------------------------------------------------
 
-class ListPage(NamedTuple):
-    """The contents of the list page."""
-
-    list_filter: ListFilter
-    servers: Sequence[Server]       # all that match the filter
-    rows: Html                      # render_rows() of the first of them
-    counts: Mapping[str, int]       # the number of servers of each game that has any
-    countries: Mapping[str, int]    # the number of the game's servers in each country that has any
-    # The (game, reader, line) tuples from contact_lines(), shown if no server is listed
-    contacts: Sequence[Tuple[str, str, str]]
-    spark: Html                     # the sparkline of all players together
-
-
-def render_list_page(context, contents):
-    """Return the list page with the contents of a ListPage, as UTF-8 bytes."""
-    list_filter = contents.list_filter
-    game = list_filter.game
-    search = fill_template(
-        SEARCH,
-        game=game,
-        name=list_filter.name,
-        players_min=list_filter.players_min or "",
-        countries=render_country_choice(contents))
-    return render_page(
-        context,
-        context.games.get(game),
-        context.template,
-        about=list_summary(contents.servers),
-        path="/?game=" + game if game else "/",
-        intro=fill_template("<p>$text</p>\n", text=context.intro),
-        totals=render_totals(contents),
-        tabs=render_game_tabs(context, contents.counts, game),
-        search=search,
-        table=render_table(contents))
-
-
 def list_summary(servers):
-    """Return a summary of a list of servers, for chats that show a preview of the link to the list.
-
-    It has the number of players and names the first servers that have players."""
+    """Return what a chat shows of the link to a list: its totals, and who has players."""
     played = [server for server in servers if server.players]
-    players = total_players_text(servers)
-    server_count = count_text(len(servers), "server")
-    summary = "%s on %d of %s" % (players, len(played), server_count)
+    summary = "%s on %d of %s" % (
+        total_players_text(servers), len(played), count_text(len(servers), "server"))
     previews = []
-    for server in played[:PREVIEW_NAMES]:
+    for server in played[:5]:               # more than a chat shows
         name = server.name or endpoint_text(server.address, server.port)
         previews.append("%s %d" % (name, server.players))
     if previews:
@@ -10914,18 +10895,14 @@ def list_summary(servers):
 
 def total_players_text(servers):
     """Return the number of players on all these servers together: "312 players"."""
-    total = sum([server.players for server in servers])
-    return count_text(total, "player")
+    return count_text(sum([server.players for server in servers]), "player")
 
 
-def render_totals(contents):
-    """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
-    players = total_players_text(contents.servers)
-    server_count = count_text(len(contents.servers), "server")
-    bold_players = re.sub("^([0-9,]+)", r"<b>\1</b>", players)
-    bold_server_count = re.sub("^([0-9,]+)", r"<b>\1</b>", server_count)
-    totals = "%s on %s" % (bold_players, bold_server_count)
-    return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
+def render_totals(servers, spark):
+    """Return the line that says "312 players on 87 servers", after a sparkline."""
+    totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
+    return fill_template(TOTALS, spark=spark, totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -10934,27 +10911,24 @@ def render_game_tabs(context, counts, chosen_game):
     `counts` maps games to their numbers of servers. `chosen_game` is the current tab, or "" for the
     tab of all games. A chosen game gets a tab even if it has no servers. If fewer than two games
     would have a tab, nobody needs a choice, and there are no tabs."""
-    tab_games = []
-    for game in context.games:
+    total = number_text(sum(counts.values()))
+    tabs = [render_tab("/", "All games", chosen_game == "", total)]
+    for game, title in context.games.items():
         if game in counts or game == chosen_game:
-            tab_games.append(game)
-    if len(tab_games) < 2:
-        return fill_template(TABS, tabs="")
-    total = sum(counts.values())
-    tabs = [render_tab("/", "All games", chosen_game == "", number_text(total))]
-    for game in tab_games:
-        link = "/?game=" + urllib.parse.quote(game)
-        count = number_text(counts.get(game, 0))
-        tabs.append(render_tab(link, context.games[game], game == chosen_game, count))
-    return fill_template(TABS, tabs=tabs)
+            link = "/?game=" + urllib.parse.quote(game)
+            count = number_text(counts.get(game, 0))
+            tabs.append(render_tab(link, title, game == chosen_game, count))
+    return fill_template(TABS, tabs=tabs if len(tabs) > 2 else "")
 
 
-def render_country_choice(contents):
-    """Return the choice of countries for the search form of a ListPage, sorted by their names.
+def render_search(list_filter, country_counts):
+    """Return the search form with the values of a ListFilter.
 
-    It is hidden if no country is known. A chosen country is offered even if it has no servers."""
-    chosen = contents.list_filter.countries
-    counts = {**dict.fromkeys(chosen, 0), **contents.countries}
+    `country_counts` has the number of servers in each country that has any. The choice of countries
+    is sorted by their names, and hidden if none is known. A chosen one is offered even without
+    servers."""
+    chosen = list_filter.countries
+    counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
     for code in sorted(counts, key=country_name):
         boxes.append(fill_template(
@@ -10963,76 +10937,58 @@ def render_country_choice(contents):
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
             count=number_text(counts[code])))
-    hidden = "" if boxes else Html(" hidden")
-    summary = country_summary(chosen)
-    return fill_template(COUNTRY_CHOICE, boxes=boxes, hidden=hidden, summary=summary)
+    # The function checkCountries() of the script has the same rule
+    summary = "Countries"
+    if len(chosen) > 3:                     # more codes have no room on a phone
+        summary = "Countries: %d" % len(chosen)
+    elif chosen:
+        summary = "Countries: " + ", ".join(chosen).upper()
+    return fill_template(
+        SEARCH,
+        game=list_filter.game,
+        name=list_filter.name,
+        players_min=list_filter.players_min or "",
+        hidden="" if boxes else Html(" hidden"),
+        summary=summary,
+        boxes=boxes)
 
 
-def country_summary(chosen):
-    """Return what stands on the closed choice of countries, of which these codes are chosen.
-
-    The function checkCountries() of the page's script follows the same rule."""
-    if not chosen:
-        return "Countries"
-    if len(chosen) > COUNTRY_CODES_SHOWN:
-        return "Countries: %d" % len(chosen)
-    return "Countries: " + ", ".join(chosen).upper()
-
-
-def render_table(contents):
-    """Return the table of a ListPage.
+def render_table(list_filter, total, rows, has_countries, contacts):
+    """Return the table with these rows, the first of `total` servers that pass a ListFilter.
 
     Without rows, the line above it says that the search has found nothing, or hints below it say
-    how to get servers into the list."""
-    list_filter = contents.list_filter
-    total = len(contents.servers)
-    is_search = bool(list_filter.name or list_filter.players_min or list_filter.countries)
-    status = list_status(total, is_search)
+    how to get servers into the list: the `contacts`, as from contact_lines()."""
+    status = empty = ""
     classes = []
     if list_filter.game:
         classes.append("one-game")
-    if not contents.countries:
+    if not has_countries:
         classes.append("no-country")
     state = ' class="%s"' % " ".join(classes) if classes else ""
-    empty = ""
-    if not status:
+    servers = count_text(total, "server")
+    if total > PAGE_ROWS:
+        limit = number_text(PAGE_ROWS)
+        status = "The first %s of %s. Search by name to find the others." % (limit, servers)
+    elif total:
+        status = servers
+    elif list_filter.name or list_filter.players_min or list_filter.countries:
+        status = "No server matches."
+    else:
         # The hints are left out of a page that has servers. Hiding them by the style sheet would
         # not do, because text browsers show hidden elements too
         state += " hidden"
-        empty = render_contacts(contents.contacts, list_filter.game)
+        hints = []
+        for game, reader, line in contacts:
+            if list_filter.game in ("", game):
+                hints.append(fill_template(HINT, reader=reader, line=line))
+        empty = fill_template(EMPTY, hint=hints)
     return fill_template(
         TABLE,
         status=status,
         total=total,
-        rows=contents.rows,
+        rows=rows,
         state=Html(state),
         empty=empty)
-
-
-def list_status(total, is_search):
-    """Return the line above a list of `total` servers.
-
-    `is_search` says whether the list is the result of a search. An empty list that is not has no
-    line: return ""."""
-    servers = count_text(total, "server")
-    if total > PAGE_ROWS:
-        limit = number_text(PAGE_ROWS)
-        return "The first %s of %s. Search by name to find the others." % (limit, servers)
-    if total:
-        return servers
-    return "No server matches." if is_search else ""
-
-
-def render_contacts(contacts, game):
-    """Return hints on how to get servers of a game into the list; if `game` is "", of all games.
-
-    `contacts` has (game, reader, line) tuples: `reader` says whom the hint is for, such as "AIO
-    servers", and `line` is the line that belongs in their settings."""
-    hints = []
-    for contact_game, reader, line in contacts:
-        if game in ("", contact_game):
-            hints.append(fill_template(HINT, reader=reader, line=line))
-    return fill_template(EMPTY, hint=hints)
 
 
 def render_rows(context, servers, hourly_players, epoch, wall):
@@ -11066,71 +11022,36 @@ def render_server_row(server, spark, title):
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    game = urllib.parse.quote(server.game)
-    address = urllib.parse.quote(server.address)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
+    limit = server.max_players
+    row_class = ""
+    if not server.players:
+        row_class = ' class="empty"'
+    elif server.players >= limit > 0:
+        row_class = ' class="full"'
+    meter = ""
+    if limit:                               # with a thin bar that shows how full the server is
+        meter = f'/{limit}<meter aria-hidden="true" max="{limit}" value="{server.players}"></meter>'
     before_seen = (
-        f'<tr role="row"{row_class_attribute(server)}>'
-        f'<td role="cell"><a href="/server?game={game}&amp;address={address}'
-        f'&amp;port={server.port}"><bdi>{name}</bdi></a>{render_badges(server)}'
+        f'<tr role="row"{row_class}>'
+        f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
+        f'{render_badges(server)}'
         f'<td role="cell">{escape(title)}'
         f'<td role="cell">{escape(mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
-        f'<td role="cell"><span><b>{server.players}</b>{render_meter(server)}</span>{spark}'
+        f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
         f'<td role="cell">{escape(server.version)}'
         '<td role="cell"')
-    if server.game == "iceball":
-        endpoint = '<a href="iceball://%s" title="Start the game">%s</a>' % (endpoint, endpoint)
     country = ""
     if server.country:
         country = '<abbr title="%s">%s</abbr>' % (
             country_name(server.country), server.country.upper())
+    if server.game in PLAY_LINKS:
+        link = PLAY_LINKS[server.game] % endpoint
+        endpoint = f'<a href="{link}" title="Start the game">{endpoint}</a>'
     after_seen = f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>\n'
     return before_seen, after_seen
-
-
-def row_class_attribute(server):
-    """Return the class attribute for the row of an empty or a full server, "" for any other."""
-    if not server.players:
-        return ' class="empty"'
-    if server.players >= server.max_players > 0:
-        return ' class="full"'
-    return ""
-
-
-def render_meter(server):
-    """Return a server's maximum of players with a thin bar that shows how full the server is.
-
-    Return "" if the server has not announced a maximum."""
-    limit = server.max_players
-    if not limit:
-        return ""
-    return METER % (limit, limit, server.players)
-
-
-def render_sparkline(counts):
-    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
-
-    `counts` has None for an hour in which the server was away. If it was away all the time, return
-    empty Html."""
-    present_counts = without_gaps(counts)
-    if not present_counts:
-        return Html("")
-    scale = max(SPARK_MIN_PLAYERS, *present_counts)
-    tops = []
-    for count in counts:
-        if count is None:
-            top = SPARK_GROUND_Y
-        else:
-            top = SPARK_EMPTY_Y - round(SPARK_EMPTY_Y * count / scale)
-        tops.append("V%dh1" % top)
-    return Html(SPARKLINE % "".join(tops))
-
-
-def without_gaps(counts):
-    """Return the player counts without the None that stands where the server was away."""
-    return [count for count in counts if count is not None]
 
 
 # --- The page of one server ----------------------------------------------------------------------
@@ -11138,163 +11059,100 @@ def without_gaps(counts):
 # Details that a server's page does not show. Players do not need the gamename, because only
 # programs use it in queries. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
-DESCRIPTION = "Description"
 
 
-class ServerPage(NamedTuple):
-    """The contents of the page of one server."""
+def render_server_page(context, server, is_listed, history, base, wall):
+    """Return the page of one server as UTF-8 bytes.
 
-    server: Server                  # its times are those of the wall clock
-    is_listed: bool                 # False: only its name and its times are known
-    series: Optional[Series]        # its player counts; None if no history is kept
-    span: str                       # the span of the series, a key of SPANS
-    base: str                       # the scheme and host at which other sites reach this page
-
-
-def render_server_page(context, contents, wall):
-    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes.
-
-    `wall` is the present time in seconds since 1970."""
-    server = contents.server
+    Its times, and the present time `wall`, are in seconds since 1970. If it is not listed, only its
+    name and its times are known. `history` is a key of SPANS and the Series of the server's player
+    counts, None if no history is kept. `base` is the scheme and host at which other sites reach
+    this page."""
+    span, series = history
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    lead = render_lead(context, contents, wall)
-    badges = play = ""
-    if contents.is_listed:
+    badges = play = players_chart = ""
+    if is_listed:
+        texts = [context.game_title(server.game), mode_text(server), server.map]
+        pieces = []
+        for text in filter(None, texts):
+            # Each may be written from right to left
+            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
+        lead = Html(" · ".join(pieces))
+        players = count_text(server.players, "player")
+        about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
-        if server.game == "iceball":
-            play = fill_template(PLAY, address=address)
-    facts = []
-    for fact_name, value in page_facts(context, contents, wall):
+        if server.game in PLAY_LINKS:
+            play = fill_template(PLAY, link=PLAY_LINKS[server.game] % address)
+    else:
+        seen = time_tag(server.last_seen, wall)
+        lead = fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+        about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
+    facts = [
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
+    ]
+    if is_listed:
+        facts += server_facts(server)
+    if series:
+        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+        tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
+                for choice in SPANS]
+        players_chart = fill_template(HISTORY, tabs=tabs, chart=render_chart(series, wall))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
+    fact_pieces = []
+    for fact, value in facts:
         if value:
-            facts.append(render_fact(fact_name, value))
+            # Descriptions are long, so they take the whole width
+            width = Html(' class="wide"') if fact == "Description" else ""
+            fact_pieces.append(fill_template(FACT, width=width, name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
         name=name,
         badges=badges,
         lead=lead,
         play=play,
-        history=render_history(contents, wall),
+        history=players_chart,
         link=link,
         image=server_link(server, "/banner.svg"),
-        base=contents.base,
+        base=base,
         address=address,
-        facts=facts)
-    about = server_summary(contents, lead)
+        facts=fact_pieces)
     return render_page(context, name, about=about, path=link, main=main)
-
-
-def render_lead(context, contents, wall):
-    """Return the line below the server's name on a ServerPage.
-
-    It names the game, the mode and the map, each in a <bdi> element, because each may be written
-    from right to left. For a server that is not listed, it says when the server was last seen."""
-    server = contents.server
-    if not contents.is_listed:
-        seen = time_tag(server.last_seen, wall)
-        return fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
-    pieces = []
-    for text in (context.game_title(server.game), mode_text(server), server.map):
-        if text:
-            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
-    return Html(" · ".join(pieces))
-
-
-def server_summary(contents, lead):
-    """Return a summary of a ServerPage, for chats that show a preview of the link to the page.
-
-    It has the number of players, if the server is listed, and then `lead`, the line below the
-    server's name, without HTML tags and without the link at its end."""
-    lead_without_link, _, _ = lead.partition("<a ")
-    summary = re.sub("<.+?>", "", lead_without_link)
-    if contents.is_listed:
-        summary = "%s · %s" % (count_text(contents.server.players, "player"), summary)
-    return Html(summary)
-
-
-def render_history(contents, wall):
-    """Return the player chart of a ServerPage and the tabs that choose its span.
-
-    Return "" if no history is kept."""
-    if not contents.series:
-        return ""
-    link = server_link(contents.server)
-    tabs = []
-    for span in SPANS:
-        span_link = link + "&span=" + span
-        is_current = span == contents.span
-        tabs.append(render_tab(span_link, span.capitalize(), is_current))
-    chart = render_chart(contents.series, wall)
-    return fill_template(HISTORY, chart=chart, tabs=tabs)
-
-
-def page_facts(context, contents, wall):
-    """Return the facts of a ServerPage as (name, value) pairs.
-
-    A value may be empty; the page leaves out such a fact. A server that is not listed has only a
-    few facts, because the history keeps no others."""
-    server = contents.server
-    address = endpoint_text(server.address, server.port)
-    facts = [
-        ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
-    ]
-    if contents.is_listed:
-        facts += server_facts(server)
-    if contents.series:
-        name = "Uptime, past " + contents.span
-        facts.append((name, uptime_text(contents.series, server.first_seen)))
-    facts.append(("First seen", time_tag(server.first_seen, wall)))
-    facts.append(("Last seen", time_tag(server.last_seen, wall)))
-    return facts
 
 
 def server_facts(server):
     """Return the facts that only a listed server has, as (name, value) pairs.
 
     A value is empty if the server has not announced it."""
-    ping = ""
-    if server.ping_ms:
-        ping = "%.0f ms" % server.ping_ms
+    players = str(server.players)
+    if server.max_players:
+        players += " of %d" % server.max_players
+    if server.playing is not None:
+        players += ", %d of them playing" % server.playing
     facts = [
-        ("Players", players_text(server)),
+        ("Players", players),
         ("Mode", mode_text(server)),
         ("Map", server.map),
         ("Version", server.version),
         ("Country", country_name(server.country)),
-        (DESCRIPTION, server.description),
-        ("Ping from this master", ping),
+        ("Description", server.description),
+        ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
         ("Verified", VERIFIED[server.verified]),
         ("Found at", server.found_at),
     ]
     for key, value in server.details.items():
         if key not in HIDDEN_DETAILS:
-            name = key.replace("_", " ").capitalize()
-            facts.append((name, value))
-    facts.append(("Addresses", ", ".join(server.ddnet_registration.get("addresses", ()))))
-    facts.append(("Players online", ", ".join(player_names(server))))
+            facts.append((key.replace("_", " ").capitalize(), value))
+    game_facts = GAME_FACTS.get(server.game)
+    if game_facts:
+        facts += game_facts(server)
+    player_names = PLAYER_NAMES.get(server.game)
+    if player_names:
+        facts.append(("Players online", ", ".join(player_names(server))))
     return facts
-
-
-def player_names(server):
-    """Return the names of those who are on a Luanti or DDNet server. For other games the list is
-    empty."""
-    if server.ddnet_registration:
-        return ddnet_player_names(server.ddnet_registration)
-    return server.luanti_announcement.get("clients_list", [])
-
-
-def players_text(server):
-    """Return the number of players of a server as text: "3 of 32, 2 of them playing".
-
-    A maximum of 0 and a `playing` of None are unknown, and then left out."""
-    text = str(server.players)
-    if server.max_players:
-        text += " of %d" % server.max_players
-    if server.playing is not None:
-        text += ", %d of them playing" % server.playing
-    return text
 
 
 def uptime_text(series, first_seen):
@@ -11311,14 +11169,6 @@ def uptime_text(series, first_seen):
     return "%.4g %% of the time" % (permille / 10)
 
 
-def render_fact(name, value):
-    """Return one fact of a server as Html. Descriptions are long, so they take the whole width."""
-    width = ""
-    if name == DESCRIPTION:
-        width = Html(' class="wide"')
-    return fill_template(FACT, width=width, name=name, value=value)
-
-
 # --- The pages for checks and errors -------------------------------------------------------------
 
 def render_check_page(context, address, port, findings, listed, wall):
@@ -11331,6 +11181,16 @@ def render_check_page(context, address, port, findings, listed, wall):
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
         verdict = "Listed now: " + count_text(len(listed), "server")
+    listed_pieces = []
+    for server in listed:
+        server_endpoint = endpoint_text(server.address, server.port)
+        listed_pieces.append(fill_template(
+            LISTED_SERVER,
+            link=server_link(server),
+            name=server.name or server_endpoint,
+            badges=render_badges(server),
+            address=server_endpoint,
+            seen=time_tag(server.last_seen, wall)))
     if findings:
         finding_list = fill_template(FINDING_LIST, items=findings)
     else:
@@ -11340,23 +11200,9 @@ def render_check_page(context, address, port, findings, listed, wall):
         address=address,
         port=port or "",
         verdict=verdict,
-        listed=[render_listed_server(server, wall) for server in listed],
+        listed=listed_pieces,
         findings=finding_list)
     return render_page(context, "Is my server listed?", main=main)
-
-
-def render_listed_server(server, wall):
-    """Return the line about one listed server on /check.
-
-    The server's times, and the present time `wall`, are in seconds since 1970."""
-    address = endpoint_text(server.address, server.port)
-    return fill_template(
-        LISTED_SERVER,
-        link=server_link(server),
-        name=server.name or address,
-        badges=render_badges(server),
-        address=address,
-        seen=time_tag(server.last_seen, wall))
 
 
 def render_error_page(context, status, reason, hint):
@@ -11370,11 +11216,19 @@ def render_error_page(context, status, reason, hint):
 
 # --- The chart of a server's players -------------------------------------------------------------
 
+# The plot takes the chart's width from 6 % to 92 %, which leaves margins for numbers at both sides,
+# and its height from 14 % to 86 %, which leaves space for the label of the peak above and for times
+# below. The browser stretches the plot, while the text around it keeps its size
 CHART = """\
 <figure>
 <svg class="chart" role="img" aria-labelledby="chart-title">\
 <title id="chart-title">Players from $start to $end</title>
-$marks
+$axes<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" \
+preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
+<circle cx="$peak_x" cy="$peak_y" r="3"/>\
+<text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
+<text class="label latest$long" x="$latest_x" y="$latest_y" dx="6" dy="5">$latest</text>
+
 </svg>
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
@@ -11390,18 +11244,6 @@ TIME_MARK = """\
 <line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
 <text class="middle$minor" x="$x" y="95%">$text</text>
 """
-CURVES = """\
-<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" preserveAspectRatio="none">\
-<path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
-"""
-PEAK_DOT = """\
-<circle cx="$x" cy="$y" r="3"/>"""
-PEAK_MARK = """\
-<text class="label middle" x="$x" y="$y" dy="-9">peak $text</text>
-"""
-LATEST_MARK = """\
-<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
-"""
 
 # The strftime() format of a tick on the first of a month
 MONTH_FORMAT = "%b"
@@ -11416,196 +11258,123 @@ TIME_STEPS = (
 )
 
 
-class ChartBar(NamedTuple):
-    """The player counts of one sample of a Series, or of several consecutive samples together."""
-
-    start: int                      # the index of the first sample
-    mean: float
-    peak: float
-
-
 def render_chart(series, wall):
     """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    The browser stretches the plot to the available width, while the text around it keeps its size.
     `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
     count = len(series.means)
-    width = math.ceil(count / CHART_POINTS)
-    bars = chart_bars(series, width)
+    # At most one point for each day of a year, or about one per pixel of a phone's width
+    width = math.ceil(count / 366)
+    bars = []
+    for start in range(0, count, width):
+        # A sample is None if the server was away
+        means = without_gaps(series.means[start:start + width])
+        peaks = without_gaps(series.peaks[start:start + width])
+        if means:
+            bars.append((start, sum(means) / len(means), max(peaks)))
     if not bars:
         return Html(NO_HISTORY)
-    *_, latest_bar = bars
-    latest_index = last_index(series.means)
-    latest_text = mean_text(latest_bar.mean)
-    peak = max(bar.peak for bar in bars)
+    peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
-    peak_text = number_text(round(peak, 1))
-    end = series.start + count * series.step
-    ticks = value_ticks(peak)
-    top = max(ticks)
-    marks = [
-        *render_axes(ticks, series.start, end),
-        render_curves(bars, width, count, top),
-        *render_peak(peak_index / count, peak / top, peak_text),
-        render_latest(latest_index / count, latest_bar.mean / top, latest_text),
-    ]
-    peak_at = series.start + peak_index * series.step
+    peak_share = peak_index / count
+    *_, (_, latest_mean, _) = bars
+    latest_index = max(index for index, mean in enumerate(series.means) if mean is not None)
+    latest = format(round(latest_mean, 1 if latest_mean < 10 else None), ",g")
     latest_at = series.start + (latest_index + 1) * series.step
+    end = series.start + count * series.step
+    top, value_axis = render_value_axis(peak)
+    line, area = chart_paths(bars, width, top)
     return fill_template(
         CHART,
         start=minute_text(series.start),
         end=minute_text(end),
-        marks=marks,
-        peak=peak_text,
-        peak_time=minute_text(peak_at),
-        latest=latest_text,
-        latest_time=time_tag(min(wall, latest_at), wall))
+        axes=value_axis + render_time_axis(series.start, end),
+        points=count,
+        line=line,
+        area=area,
+        peak=number_text(round(peak, 1)),
+        peak_time=minute_text(series.start + peak_index * series.step),
+        peak_x=chart_x(peak_share),
+        peak_y=chart_y(peak / top),
+        peak_label_x=chart_x(min(max(peak_share, .04), .96)),       # so that it stays on the page
+        latest=latest,
+        latest_time=time_tag(min(wall, latest_at), wall),
+        latest_x=chart_x(latest_index / count),
+        latest_y=chart_y(latest_mean / top),
+        long=" long" if len(latest) > 2 else "")        # see the style sheet
 
 
-def chart_bars(series, width):
-    """Return a list with one ChartBar for each group of `width` consecutive samples of a Series.
-
-    A sample is None if the server was away. A group that has no other samples gets no bar."""
-    bars = []
-    for start in range(0, len(series.means), width):
-        end = start + width
-        means = without_gaps(series.means[start:end])
-        peaks = without_gaps(series.peaks[start:end])
-        if means:
-            mean = sum(means) / len(means)
-            bars.append(ChartBar(start, mean, max(peaks)))
-    return bars
+def chart_x(share):
+    """Return the position in a chart of a point of the plot; `share` is 0 at the left, up to 1."""
+    return "%.5g%%" % (6 + 86 * share)
 
 
-def last_index(counts):
-    """Return the index of the last count that is not None. There must be at least one."""
-    index = len(counts) - 1
-    while counts[index] is None:
-        index -= 1
-    return index
+def chart_y(share):
+    """Return the position in a chart of a point of the plot; `share` is 0 at the bottom."""
+    return "%.4g%%" % (86 - 72 * share)
 
 
-def mean_text(mean):
-    """Return a mean number of players as text. A number below 10 has one decimal."""
-    digits = 1 if mean < 10 else None
-    return format(round(mean, digits), ",g")
+def render_value_axis(peak):
+    """Return the number of players at the top of a plot, and its gridlines with their numbers.
 
-
-def value_ticks(top):
-    """Return the numbers at the axis of players: the multiples of a step, from 0 to at least `top`.
-
-    The step is the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most CHART_GRIDLINES
-    numbers above 0."""
-    highest_count = max(1, math.ceil(top))
+    They are multiples of the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most four
+    gridlines above 0, so that nobody has to count them."""
+    highest_count = max(1, math.ceil(peak))
     power_of_ten = 1
-    while True:
-        for factor in (1, 2, 5):
-            step = factor * power_of_ten
-            if step * CHART_GRIDLINES >= highest_count:
-                return list(range(0, highest_count + step, step))
+    while 20 * power_of_ten < highest_count:
         power_of_ten *= 10
-
-
-def render_axes(ticks, start, end):
-    """Return the two axes of a chart, with gridlines, as a list of Html.
-
-    `ticks` are the numbers of players at which a line is drawn, from 0 upwards. The time axis goes
-    from `start` to `end`, in seconds since 1970."""
+    step = min(factor * power_of_ten for factor in (1, 2, 5)
+               if 4 * factor * power_of_ten >= highest_count)
+    ticks = range(0, highest_count + step, step)
     top = max(ticks)
-    long_class = ""
-    if top > 999:                   # on a phone the style sheet moves them out of the narrow margin
-        long_class = " long"
     marks = []
     for tick in ticks:
-        kind = "grid" if tick else "axis"
-        marks.append(place_mark(
-            VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
-    for index, (tick, text) in enumerate(time_ticks(start, end)):
-        # On a phone the style sheet hides every other text
-        minor_class = " minor" if index % 2 else ""
-        x = (tick - start) / (end - start)
-        marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
+        marks.append(fill_template(
+            VALUE_MARK,
+            y=chart_y(tick / top),
+            text=number_text(tick),
+            long=" long" if top > 999 else "",          # see the style sheet
+            kind="grid" if tick else "axis"))
+    return top, marks
+
+
+def render_time_axis(start, end):
+    """Return the marks of the time axis at round times, some hours or a month apart.
+
+    `start` and `end` are in seconds since 1970."""
+    for longest_days, step, text_format in TIME_STEPS:
+        if end - start <= longest_days * DAY:
+            break
+    marks = []
+    for tick in range(math.ceil(start / step) * step, math.floor(end) + 1, step):
+        tick_datetime = utc_datetime(tick)
+        # Months differ in length, so the step is a day, and only the first of a month has a mark
+        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+            continue
+        marks.append(fill_template(
+            TIME_MARK,
+            x=chart_x((tick - start) / (end - start)),
+            text=tick_datetime.strftime(text_format),
+            minor=" minor" if len(marks) % 2 else ""))  # a phone shows every other text
     return marks
 
 
-def time_ticks(start, end):
-    """Return the ticks of the time axis as a list of (time, text), at round times.
+def chart_paths(bars, width, top):
+    """Return the SVG paths of the line of the means and of the area of the peaks.
 
-    All times are in seconds since 1970. TIME_STEPS says how far apart the ticks are: some hours for
-    the chart of a day, a month for the chart of a year."""
-    step, text_format = time_step(end - start)
-    first_tick = math.ceil(start / step) * step
-    last_tick = math.floor(end)
-    ticks = []
-    for tick in range(first_tick, last_tick + 1, step):
-        tick_datetime = utc_datetime(tick)
-        # Months differ in length, so the step is a day, and only the first of a month has a tick
-        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
-            continue
-        ticks.append((tick, tick_datetime.strftime(text_format)))
-    return ticks
-
-
-def time_step(span_s):
-    """Look up the row of TIME_STEPS for a span in seconds.
-
-    Return the seconds from tick to tick and the strftime() format of a tick's text."""
-    for longest_days, step, text_format in TIME_STEPS:
-        if span_s <= longest_days * DAY:
-            return step, text_format
-    raise ValueError("a span of %d s is longer than the longest of the SPANS" % span_s)
-
-
-def place_mark(template, x, y, **values):
-    """Fill a template with these values and with the position of a point of the plot, in percent.
-
-    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes the chart's width
-    from 6 % to 92 %, which leaves margins for numbers at both sides, and its height from 14 % to
-    86 %, which leaves space for the label of the peak above and for times below."""
-    left = "%.5g%%" % (6 + 86 * x)
-    top = "%.4g%%" % (86 - 72 * y)
-    return fill_template(template, x=left, y=top, **values)
-
-
-def render_curves(bars, width, count, top):
-    """Draw the means of a list of ChartBar as a line, and their peaks as a filled area.
-
-    Each bar stands for `width` samples, the whole plot for `count` samples. The height of the plot
-    stands for `top` players."""
+    Each bar is (index of its first sample, mean, peak) of `width` samples. The height of the plot,
+    100, stands for `top` players."""
     line = []
     area = []
     next_start = -1
     for start, mean, peak in bars:
-        mean_y = 100 - 100 * mean / top
-        peak_y = 100 - 100 * peak / top
         # Where samples are missing, the pen moves (M) to the next point instead of drawing (L)
         command = "L" if start == next_start else "M"
         # Without the tiny step to the right a point that stands alone would not be visible
-        line.append("%s%d %.4gh.01" % (command, start, mean_y))
-        area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
+        line.append("%s%d %.4gh.01" % (command, start, 100 - 100 * mean / top))
+        area.append("M%d 100V%.4gh%dV100" % (start, 100 - 100 * peak / top, width))
         next_start = start + width
-    return fill_template(CURVES, points=count, area="".join(area), line="".join(line))
-
-
-def render_peak(x, y, text):
-    """Return a dot at the highest peak and its label, as a list of Html.
-
-    `x` and `y` are the position of the peak in the plot, from 0 to 1 each."""
-    label_x = min(max(x, .04), .96)             # so that the label stays within the page
-    return [
-        place_mark(PEAK_DOT, x, y),
-        place_mark(PEAK_MARK, label_x, y, text=text),
-    ]
-
-
-def render_latest(x, y, text):
-    """Return the label at the end of the line. Its text is the latest number of players.
-
-    `x` and `y` are the position of the line's end in the plot, from 0 to 1 each."""
-    long_class = ""
-    if len(text) > 2:               # on a phone the style sheet moves it out of the narrow margin
-        long_class = " long"
-    return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
+    return "".join(line), "".join(area)
 
 
 # ================================================================================================
@@ -12640,33 +12409,6 @@ def get_ddnet_servers(web, request):
 
 # --- Pages ---------------------------------------------------------------------------------------
 
-class Contact(NamedTuple):
-    """A line that somebody who runs a game server can copy, to have the server listed here.
-
-    It belongs in the settings of the game server, or is a command to run beside it."""
-
-    reader: str                         # whom the line is for, and the file in which it belongs
-    line: str                           # a %-template with the values host, port, game and page
-
-
-ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
-CONTACTS = {
-    "iceball": Contact("Iceball servers, in svsave/pub/server.json",
-                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
-    "subspace": Contact("SubSpace zones (asss)",
-                        "Directory:Server1 = %(host)s, port %(port)d"),
-    "aio": Contact("AIO servers", "master server %(host)s, port %(port)d"),
-    "luanti": Contact("Luanti servers, in minetest.conf",
-                      "server_announce = true, and serverlist_url = http://%(page)s"),
-    "ddnet": Contact("DDNet servers, in autoexec_server.cfg",
-                     "sv_register 1; sv_register_url http://%(page)s/ddnet/15/register; "
-                     "http_allow_insecure 1"),
-    "hyperbol": Contact("Hyperbol servers", ANNOUNCE_COMMAND),
-    "quake3": Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
-                      'set sv_master1 "%(host)s:%(port)d"'),
-}
-
-
 def contact_lines(listeners, host, settings):
     """Return the lines of all Contacts for the games that can be announced here.
 
@@ -12680,20 +12422,14 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {}
-    for game, contact in CONTACTS.items():
-        if ports.get(game):
-            contacts[game] = contact
+    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        needs_page = "%(page)s" in template
-        if needs_page and not page:
-            continue
-        values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-        line = template % values
-        lines.append((game, reader, line))
+        if page or "%(page)s" not in template:
+            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
+            lines.append((game, reader, template % values))
     return lines
 
 
@@ -12702,14 +12438,11 @@ def day_total(hourly_players, games):
 
     `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
     if none of the games was recorded in that hour."""
-    days = []
-    for game in games:
-        whole_game = game, "", 0
-        if whole_game in hourly_players:
-            days.append(hourly_players[whole_game])
+    keys = [(game, "", 0) for game in games]
+    days = [hourly_players[key] for key in keys if key in hourly_players]
     totals = []
     for counts in zip(*days):
-        recorded = [count for count in counts if count is not None]
+        recorded = without_gaps(counts)
         totals.append(sum(recorded) if recorded else None)
     return totals
 
@@ -12728,24 +12461,27 @@ def render_list(web, list_filter, servers, wall):
     """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
 
     Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
+    look = web.look
     game = list_filter.game
-    hourly_players = web.hourly_players
-    counts = {}
-    for counted_game, listed in web.registry.games.items():
-        if listed:
-            counts[counted_game] = len(listed)
-    first_servers = servers[:PAGE_ROWS]
-    rows = render_rows(web.look, first_servers, hourly_players, web.epoch, wall)
+    counts = {name: len(listed) for name, listed in web.registry.games.items() if listed}
     day = ()
     if list_filter == ListFilter(game):     # the result of a search has no history
-        games = [game] if game else counts
-        day = day_total(hourly_players, games)
+        day = day_total(web.hourly_players, [game] if game else counts)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
-    spark = render_sparkline(day)
     countries = web.registry.count_countries(game)
-    contents = ListPage(list_filter, servers, rows, counts, countries, contacts, spark)
-    return render_list_page(web.look, contents)
+    rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, wall)
+    return render_page(
+        look,
+        look.games.get(game),
+        look.template,
+        about=list_summary(servers),
+        path="/?game=" + game if game else "/",
+        intro=fill_template("<p>$text</p>\n", text=look.intro),
+        totals=render_totals(servers, render_sparkline(day)),
+        tabs=render_game_tabs(look, counts, game),
+        search=render_search(list_filter, countries),
+        table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
 
 
 def with_wall_times(server, epoch):
@@ -12766,10 +12502,11 @@ def get_server(web, request):
     if nothing is known of the server."""
     query = query_history(request)
     wall = request.now + web.epoch
-    remembered = None
-    series = None
-    if web.core.database is not None:
-        remembered, series = read_history(web.core.database, request, query, wall)
+    database = web.core.database
+    remembered = series = None
+    if database is not None:
+        remembered, series = from_disk(request, lambda: (
+            database.known(*query.key), database.history(*query.key, query.span, wall)))
     listed = web.registry.get(*query.key)
     if listed:
         server = with_wall_times(listed, web.epoch)
@@ -12783,22 +12520,9 @@ def get_server(web, request):
         # A server that has come back was first seen before its present stay in the list
         server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    contents = ServerPage(server, listed is not None, series, query.span, base)
-    page = render_server_page(web.look, contents, wall)
+    page = render_server_page(
+        web.look, server, listed is not None, (query.span, series), base, wall)
     return HttpResponse(page, HTML_TYPE)
-
-
-def read_history(database, request, query, wall):
-    """Return what the database knows of the server that a HistoryQuery names.
-
-    The result is the pair of Database.known(), None for an unknown server, and the Series of its
-    player counts. Raise DiskNeeded the first time, as from_disk() does."""
-    def read_both():
-        remembered = database.known(*query.key)
-        series = database.history(*query.key, query.span, wall)
-        return remembered, series
-
-    return from_disk(request, read_both)
 
 
 def get_banner(web, request):
@@ -12809,27 +12533,25 @@ def get_banner(web, request):
     query = query_history(request)
     server = web.registry.get(*query.key)
     database = web.core.database
-    endpoint = endpoint_text(query.address, query.port)
-    name = ""
-    state = "is not known here"
-    players = ""
-    place = endpoint
-    status = 404
+    remembered = None
+    if not server and database:
+        # The list tells a result of None from a job that is not done yet
+        remembered, = from_disk(request, lambda: [database.known(*query.key)])
+    place = endpoint = endpoint_text(query.address, query.port)
+    name = players = ""
+    status = 200
     if server:
-        if server.country:
-            place = "%s · %s" % (endpoint, country_name(server.country))
         name = server.name
         state = server.map if server.responding else "not responding"
         players = "%d/%s" % (server.players, server.max_players or "?")
-        status = 200
-    elif database:
-        # The list tells a result of None from a job that is not done yet
-        remembered, = from_disk(request, lambda: [database.known(*query.key)])
-        if remembered:
-            name = remembered.name
-            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
-            status = 200
-    hourly_players = web.hourly_players.get(query.key, ())
+        if server.country:
+            place = "%s · %s" % (endpoint, country_name(server.country))
+    elif remembered:
+        name = remembered.name
+        state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+    else:
+        state = "is not known here"
+        status = 404
     svg = fill_template(
         BANNER,
         name=clean(name) or endpoint,
@@ -12837,7 +12559,7 @@ def get_banner(web, request):
         players=players,
         game=web.look.game_title(clean(query.game)),
         place=place,
-        spark=render_sparkline(hourly_players))
+        spark=render_sparkline(web.hourly_players.get(query.key, ())))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -12848,9 +12570,9 @@ def get_history_json(web, request):
     this master has no database."""
     query = query_history(request)
     database = web.core.database
-    wall = request.now + web.epoch
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
+    wall = request.now + web.epoch
     series = from_disk(request, lambda: database.history(*query.key, query.span, wall))
     body = to_json({
         "game": query.game,
