@@ -21,7 +21,6 @@ import html
 import html.parser
 import http.client
 import http.server
-import importlib.util
 import io
 import ipaddress
 import itertools
@@ -15396,28 +15395,16 @@ class ProjectTest(unittest.TestCase):
                 self.assertTrue(aside or len(line) <= 100, "%s:%d" % (name, number))
 
 
-def settings_table():
-    """The README's table of settings."""
-    lines = ["| section | key | default | meaning | takes effect |",
-             "| --- | --- | --- | --- | --- |"]
-    for row in ms.SETTINGS.values():
-        key = "`%s`" % row.key if row.key else "such as `%s`" % row.default
-        default = "`%s`" % row.default if row.key and row.default else ""
-        lines.append("| %s | %s | %s | %s | %s |" % (
-            row.section, key, default, row.help, "at once" if row.live else "at a restart"))
-    return "\n".join(lines) + "\n"
-
-
 class ReadmeTest(unittest.TestCase):
     """README.md is held to the program: its tables, and every example that can run here.
 
-    A comment before a fenced block says how it is treated: `runs`, `runs: status 0 or 1`,
-    `runs: until stopped`, `runs: the server`, `runs: these tests`, `pasted above: TEXT`,
-    `pasted after: TEXT`, `systemd-analyze verify`, `does not run in the tests: WHY`."""
+    A comment before a fenced block says how it is treated: `runs`, `runs: until stopped`,
+    `runs: the server`, `runs: these tests`, `systemd-analyze verify`,
+    `does not run in the tests: WHY`."""
 
     maxDiff = None
-    TREATMENT = (r"runs(: (status 0 or 1|until stopped|the server|these tests))?|"
-                 r"pasted (above|after): .+|systemd-analyze verify|does not run in the tests: .+")
+    TREATMENT = (r"runs(: (until stopped|the server|these tests))?|systemd-analyze verify|"
+                 r"does not run in the tests: .+")
 
     def setUp(self):
         self.text = text_of("README.md")
@@ -15439,13 +15426,27 @@ class ReadmeTest(unittest.TestCase):
         return self.text.split("<!-- %s -->\n" % comment)[1].partition("<!-- /")[0]
 
     def table(self, comment):
-        return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]]
-                for line in self.marked(comment).splitlines()[2:]]
+        """The rows of a table. The first cell may have several names, each with a row here."""
+        rows = []
+        for line in self.marked(comment).splitlines()[2:]:
+            _, names, *cells, _ = line.split("|")
+            for name in re.findall(r"`(.*?)`", names):
+                rows.append([name, *cells])
+        return rows
 
-    def test_settings_and_routes(self):
-        self.assertEqual(self.marked("settings"), settings_table())
-        self.assertEqual({path: methods for path, methods, _ in self.table("routes")},
-                         {path: methods for path, (methods, _) in ms.ROUTES.items()})
+    def test_settings(self):
+        """It says which ones need a restart, and speaks of none that does not exist."""
+        self.assertEqual(re.findall(r"`(.*?)`", self.marked("at a restart")),
+                         [setting.name for setting in ms.SETTINGS.values() if not setting.live])
+        for section, key in re.findall(r"`\[(\w+)\] (\w+)", self.text):
+            self.assertIn(section + "." + key, ms.SETTINGS)
+
+    def test_routes(self):
+        routes = {}
+        for path, what in self.table("routes"):
+            takes_post = what.startswith(" POST: ")
+            routes[path] = "POST, OPTIONS" if takes_post else "GET, HEAD, OPTIONS"
+        self.assertEqual(routes, {path: methods for path, (methods, _) in ms.ROUTES.items()})
 
     def test_fields(self):
         """Those of real answers are in the tables, and nothing else."""
@@ -15458,7 +15459,7 @@ class ReadmeTest(unittest.TestCase):
             for path, found in (
                     ("/servers.json", answer("/servers.json")["servers"][0]),
                     ("/history.json", answer("/history.json?game=mygame"))):
-                self.assertEqual([field for field, _, _ in self.table("fields of " + path)],
+                self.assertEqual([field for field, *_ in self.table("fields of " + path)],
                                  list(found))
             example, = re.findall(r"`(\{\"status.*?\})`", self.text)
             self.assertEqual(list(answer("/healthz")), list(json.loads(example)))
@@ -15479,7 +15480,7 @@ class ReadmeTest(unittest.TestCase):
             elif language in ("sh", "python", "systemd"):
                 self.assertIsNotNone(re.fullmatch(self.TREATMENT, how), (how, block))
             else:
-                self.assertIn(language, "text nginx dockerfile powershell yaml".split())
+                self.assertIn(language, "text nginx dockerfile powershell".split())
         self.assertIn(("runs: these tests", "sh", "python3 test_masterserver.py\n"), self.blocks)
 
     @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"),
@@ -15530,64 +15531,21 @@ class ReadmeTest(unittest.TestCase):
             self.assertIn("cannot listen on", text_of(log))
             self.skipTest("the default ports are taken: " + text_of(log))
         start("runs: until stopped")
-        eventually(lambda: names() == ["My court", "My sanctuary", "My server", "My zone"])
+        eventually(lambda: names() == ["My sanctuary", "My server"])
         for how, language, block in self.blocks:
-            if how not in ("runs", "runs: status 0 or 1"):
+            if how != "runs":
                 continue
             shell = [sys.executable, "-W", "error", "-c"] if language == "python" else ["sh", "-ec"]
             done = subprocess.run([*shell, block], stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, timeout=60, **place)
             output = done.stdout.decode("utf-8")
-            self.assertIn(done.returncode, (0, 1) if how[4:] else (0,), (block, done.stderr))
+            self.assertEqual(done.returncode, 0, (block, done.stderr))
             self.assertNotRegex(output, r'(?m)^[45][0-9][0-9] [A-Z]|"listed":false,"reason"')
             if "My own server" in block:
                 self.assertEqual(re.findall(r"^The answer is `(\{.*\})`", self.text, re.M),
                                  [output])
         self.assertEqual(stop(), {0}, text_of(log))
         self.assertNotIn("Traceback", text_of(log))
-
-    def module_with_tag(self):
-        """The program with the game of the section "Adding a protocol"."""
-        source = text_of("masterserver.py")
-        for how, _, block in self.blocks:
-            where, _, anchor = how.partition(": ")
-            if where in ("pasted above", "pasted after"):
-                self.assertEqual(source.count(anchor), 1, anchor)
-                pasted = block + "\n\n" + anchor if where[7:] == "above" else anchor + "\n" + block
-                source = source.replace(anchor, pasted)
-        spec = importlib.util.spec_from_file_location("with_tag", self.write(source, "with_tag.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    def test_the_example_protocol(self):
-        module = self.module_with_tag()
-        told = hexa("d46c 05 10") + b"Playground"
-        with module.MasterServer({**NO_PORTS, "tag.port": "0", "http.ports": "0"}) as server, \
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.connect(("127.0.0.1", port_of(server, "tag")))
-            game.settimeout(SOON_S)
-            game.send(b"TAG!" + bytes(8) + told)
-            answer = game.recv(100)
-            self.assertEqual((answer[:4], len(answer), server.registry.total), (b"OK!!", 12, 0))
-            game.send(b"TAG!" + answer[4:] + told)
-            game.recv(100)
-            found, = json.loads(fetch(port_of(server, "http"), "/servers.json")[2])["servers"]
-        self.assertEqual(
-            [found[field] for field in "game address port name players max_players".split()],
-            ["tag", "127.0.0.1", 27860, "Playground", 5, 16])
-
-        registry = module.Registry(module.Rules(module.Settings()))
-        tag, peer = module.Tag(SimpleNamespace(registry=registry)), ("203.0.113.9", 4000)
-        proof = tag.datagram(b"TAG!" + bytes(12), peer, 0.0)[0][0][4:]
-        for address, listed in (("203.0.113.10", 0), ("203.0.113.9", 1)):   # first another's proof
-            tag.datagram(b"TAG!" + proof + told, (address, 4000), 1.0)
-            self.assertEqual(registry.total, listed)
-        for now, listed in ((60.9, 1), (61.0, 0)):
-            registry.expire(now)
-            self.assertEqual(registry.total, listed)
-        for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
-            self.assertRaises(module.Malformed, tag.datagram, data, peer, 70.0)
 
 
 # ================================================================================================
