@@ -11519,8 +11519,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     disk_result: Any = None
 
     def __init__(self, head):
-        """Take the head: the request line, the header lines, and the empty line after them."""
-        self.head = head
+        self.head = head        # the request line, the header lines, the empty line after them
         self.close_connection = True
 
     def parse(self):
@@ -11601,10 +11600,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     # http.server calls the next two methods. Its own ones write to a socket
 
     def handle_expect_100(self):
-        """Send nothing to a client that expects a "100 Continue": the Iceball client exits at it.
-
-        Return True, so that the request is read on."""
-        return True
+        return True             # without a "100 Continue": the Iceball client exits at it
 
     def send_error(self, code, message=None, explain=None):
         raise HttpError(code, "%s." % message)
@@ -11650,24 +11646,12 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
 SHARED_BODY_BYTES = 16384
 
 
-class CachedResponse(NamedTuple):
-    """A response as it is sent, once more to each request with the same bytes."""
-
-    data: bytes                         # the head, and the body if it is short
-    body: bytes                         # a long body, which others share
-    closes_connection: bool
-    count_key: Tuple[str, int]          # (route, status), the key in Web.request_counts
-
-
 class HttpSession(Session):
     """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
 
     def __init__(self, web, address, now):
-        """Begin with the Web that all connections share, and the peer's IP address.
-
-        The peer may be a proxy."""
         self.web = web
-        self.address = address
+        self.address = address          # the peer's, which may be a proxy
         # The requests of a proxy are not answered from the cache, because each of them counts
         # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
@@ -11690,10 +11674,10 @@ class HttpSession(Session):
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
             if cached and web.rules.request_limiter.allow(self.address, now):
-                response, self.body, self.done, count_key = cached
+                answer, self.body, self.done, count_key = cached
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
-                return response
+                return answer
             is_registration = data.startswith(DDNET_REQUEST_START)
             if is_registration and web.refresh_repeated(data, self.address, now):
                 return self.answer_repetition(now)
@@ -11765,8 +11749,11 @@ class HttpSession(Session):
         count_key = request.route, status
         web.request_counts[count_key] += 1
         if response.is_public and not self.is_proxy and not request.body:
-            cached = CachedResponse(data, body, request.close_connection, count_key)
-            web.remember(self.cache, request.head, cached)
+            size = len(request.head) + len(data)
+            if web.cache_bytes + size > HTTP_CACHE_BYTES:
+                web.empty_caches()              # they fill again within a second
+            web.cache_bytes += size
+            self.cache[request.head] = data, body, request.close_connection, count_key
         self.body = body
         self.done = request.close_connection
         self.buffer = self.buffer[request.body_bytes:]
@@ -11845,9 +11832,10 @@ class Web(TcpProtocol):
         self.registry = core.registry
         self.rules = core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
-        # Whole responses by the bytes of the request
+        # By the bytes of a request, the response to it: the head, with the body if that is short; a
+        # long body; whether the connection ends; the key in request_counts
         self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
-        self.cache_bytes = 0            # the size of both together, without the bodies they share
+        self.cache_bytes = 0            # the size of both together, without the long bodies
         # Whole lists by (route, game): the response, the generation that it shows, and the tick
         # after which it was rendered
         self.lists: Dict[Any, Tuple[HttpResponse, int, int]] = {}
@@ -11914,16 +11902,6 @@ class Web(TcpProtocol):
         for cache in self.caches.values():
             cache.clear()
         self.cache_bytes = 0
-
-    def remember(self, cache, request_head, cached):
-        """Cache a CachedResponse for requests with the same head, in one of the two caches.
-
-        If they are full, both are emptied first. They fill again within a second."""
-        size = len(request_head) + len(cached.data)
-        if self.cache_bytes + size > HTTP_CACHE_BYTES:
-            self.empty_caches()
-        self.cache_bytes += size
-        cache[request_head] = cached
 
     def refresh_repeated(self, data, peer_address, now):
         """Refresh the DDNet server that has sent the same request before. Return False if none has.
