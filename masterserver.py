@@ -231,71 +231,50 @@ CHECK_FINDINGS = 100                # the findings on one page of /check, the la
 #
 # A table of settings. A function reads the text of each setting and returns its value. The ini,
 # --set, --print-config, the README's table and the error messages all use this table. A live
-# setting takes effect on reload, any other at the next start.
+# setting takes effect on reload, any other at the next start. The settings of a game stand with it.
 # ================================================================================================
+
+MAX_PORT = 65535
 
 
 class SettingsError(Exception):
     """A setting is wrong. The message names the file and the key, and says what is expected."""
 
 
-MAX_PORT = 65535
-
-# The host in a URL, which is not secret. It begins after "://".
-URL_HOST = re.compile(r"\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9.-]*")
-
-
 def without_secrets(text):
-    """Return a setting's name or value without the secrets of a URL in it, for messages.
+    """Return a text for a message or the log, with "…" in place of what follows "://".
 
-    The URLs of webhooks and of Redis are secret, so only the text before the URL, its scheme and
-    its host are kept. "…" stands for the rest, even for words after the URL, because a password may
-    contain blanks. If there is an "@", the host is left out too: a password may also contain "@"
-    and "/", so nobody can tell where the host begins."""
-    before_host, separator, host_and_rest = text.partition("://")
-    if not separator:
-        return text
-    host = ""
-    match = URL_HOST.match(host_and_rest)
-    if match and "@" not in host_and_rest:
-        host = match.group()
-    if host == host_and_rest:
-        return text
-    if host:
-        host += "/"
-    return before_host + separator + host + "…"
+    The URLs of webhooks and of Redis are secret. Nobody can tell where a password in a URL ends,
+    so all of the text after it is left out, too."""
+    before_url, separator, _ = text.partition("://")
+    return before_url + separator + "…" if separator else text
 
 
-# A reader takes the text of a setting and returns the value. It raises ValueError if the text is
-# wrong. Its message never repeats the text, because Settings.set_text() adds what may be shown.
+# A reader takes the text of a setting and returns its value. It raises ValueError if the text is
+# wrong. Its message says what is expected, and repeats nothing of the text: Settings.set_text()
+# adds what may be shown
 
 read_text = str.strip
 
 
 def read_line(text):
-    """Return the text without blanks at its ends.
-
-    Raise ValueError if it has more than one line. Any further line is probably a setting that was
-    indented by mistake, which would be lost silently."""
+    # A further line is probably a setting that was indented by mistake. It would be lost silently
     if "\n" in text.strip():
         raise ValueError("expected one line; an indented line continues the one above")
     return text.strip()
 
 
 def read_without_url(text):
-    """Return a single line that everybody may see, or the path of a file.
-
-    Raise ValueError if it contains a URL, because this may be the secret URL of a webhook that
-    stands in the wrong section."""
+    """Return a line that everybody may see, or the path of a file. A URL in it may be the secret
+    one of a webhook that stands in the wrong section."""
     if "://" in text:
         raise ValueError("a URL cannot stand here")
     return read_line(text)
 
 
 def choice_reader(choices):
-    """Return a reader that accepts a fixed set of words in upper or lower case.
-
-    `choices` maps each word, in lower case, to the value that the reader returns for it."""
+    """Return a reader for words in upper or lower case. `choices` maps each word, in lower case, to
+    its value."""
     def read(text):
         word = text.strip().lower()
         if word not in choices:
@@ -325,24 +304,71 @@ def number_reader(low, high, kind=int):
 
 def read_port(text):
     """Return the number of a port to listen on, or None for an empty text: then there is no
-    listener.
-
-    Port 0 lets the system choose a free one. 65535 is not allowed, because SubSpace also listens on
-    the port after its own."""
-    if not text.strip():
-        return None
-    return number_reader(0, MAX_PORT - 1)(text)
+    listener. Port 0 lets the system choose a free one."""
+    # 65535 is not allowed, because SubSpace also listens on the port after its own
+    return number_reader(0, MAX_PORT - 1)(text) if text.strip() else None
 
 
 def list_reader(read_item, separator=","):
-    """Return a reader for a list. It splits the text at `separator`, skips empty items, and returns
-    a tuple of what `read_item` returns for each of the others."""
+    """Return a reader for a list, which returns a tuple. It skips empty items."""
     def read(text):
-        items = [item.strip() for item in text.split(separator)]
-        return tuple([read_item(item) for item in items if item])
+        items = []
+        for number, item in enumerate(text.strip().split(separator), 1):
+            try:
+                if item.strip():
+                    items.append(read_item(item.strip()))
+            except ValueError as error:
+                raise ValueError("item %d: %s" % (number, error)) from None
+        return tuple(items)
 
     return read
 
+
+def pattern_reader(pattern, expected):
+    """Return a reader for a text that matches a regular expression as a whole. `expected` describes
+    such a text."""
+    def read(text):
+        stripped_text = text.strip()
+        if not re.fullmatch(pattern, stripped_text):
+            raise ValueError("expected " + expected)
+        return stripped_text
+
+    return read
+
+
+read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
+# Such a name needs no escaping in keys, metrics and JSON
+PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
+read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
+                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
+
+
+def read_own_game_id(text):
+    """Return the id that the operator gives to a game in [games]."""
+    # The names of sections include the ids of the games that the program knows
+    if text in section_names():
+        raise ValueError("the id %s is taken" % text)
+    return read_game_id(text)
+
+
+def read_rate(text):
+    """Return (a second, at once) for a rate: `100/400` allows 100 a second on average, and up to
+    400 at once. `100` means `100/100`."""
+    per_second, _, at_once = text.partition("/")
+    read_per_second = number_reader(0.01, 1e6, float)
+    read_at_once = number_reader(1, 1e6, float)
+    return read_per_second(per_second), read_at_once(at_once or per_second)
+
+
+def read_pattern(text):
+    """Return a compiled regular expression that ignores case."""
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError):
+        raise ValueError("expected a regular expression") from None
+
+
+# --- Addresses, and where programs are ------------------------------------------------------------
 
 def parse_address(text):
     """Return the ipaddress object for an IP address. An IPv4-mapped IPv6 address becomes IPv4.
@@ -361,7 +387,6 @@ def read_address(text):
 
 
 def read_addresses(text):
-    """Return a tuple of IP addresses, which the text separates by commas."""
     return tuple([read_address(part) for part in text.split(",")])
 
 
@@ -383,7 +408,7 @@ def is_unicast(address):
 
 
 def read_unicast(text):
-    """Return an IP address that a game server can have. Raise ValueError for any other text."""
+    """Return an IP address that a game server can have."""
     address = read_address(text)
     if not is_unicast(address):
         raise ValueError("this cannot be the address of a server")
@@ -391,13 +416,12 @@ def read_unicast(text):
 
 
 def read_public(text):
-    """Return an address that a game server can have, or "" for an empty text."""
     return read_unicast(text) if text.strip() else ""
 
 
 def read_network(text):
     """Return the ipaddress network for a text such as 198.51.100.0/24. A single address is a
-    network of one. Raise ValueError for any other text."""
+    network of one."""
     try:
         # strict=False also allows 198.51.100.7/24, an address within the network
         return ipaddress.ip_network(text.strip(), strict=False)
@@ -405,7 +429,7 @@ def read_network(text):
         raise ValueError("expected an IPv4 or IPv6 network, such as 198.51.100.0/24") from None
 
 
-# HOST:PORT. The host is in brackets if it is an IPv6 address.
+# HOST:PORT. The host is in brackets if it is an IPv6 address
 ENDPOINT = re.compile(r"\s*(?:\[([^][/]+)\]|([^][:/]+)):([0-9]{1,5})\s*")
 
 
@@ -413,47 +437,10 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     """Return (host, port) for `HOST:PORT` or `[ADDRESS]:PORT`. The host may be a name. Raise
     ValueError for any other text and for a port outside 1 to 65535."""
     match = ENDPOINT.fullmatch(text)
-    if not match:
+    bracketed_host, host, port = match.groups() if match else ("", "", "0")
+    if not 0 < int(port) <= MAX_PORT:
         raise ValueError("expected ADDRESS:PORT")
-    bracketed_host, host, port_text = match.groups()
-    port = int(port_text)
-    if not 0 < port <= MAX_PORT:
-        raise ValueError("expected ADDRESS:PORT")
-    return bracketed_host or host, port
-
-
-def read_host_and_port(text):
-    """Parse HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT, and return host and port.
-
-    The port is None if the text does not have one. Raise ValueError for text in another format."""
-    with contextlib.suppress(ValueError):
-        return read_address(text), None
-    if text and ":" not in text:
-        return text, None
-    return read_endpoint(text)
-
-
-class MasterPlace(NamedTuple):
-    """Where a master is, as the user of a tool names it."""
-
-    host: str
-    port: Optional[int]                 # None for the game's default
-    tls: bool                           # whether to speak HTTPS
-
-
-def read_master_place(text):
-    """Return the MasterPlace for https://HOST[:PORT] or for a text that read_host_and_port() reads.
-
-    Raise ValueError for any other text."""
-    scheme, separator, after_scheme = text.partition("://")
-    if not separator:
-        host, port = read_host_and_port(text)
-        return MasterPlace(host, port, tls=False)
-    place = after_scheme.rstrip("/")
-    if scheme != "https" or "/" in place:
-        raise ValueError("expected HOST[:PORT] or https://HOST[:PORT]")
-    host, port = read_host_and_port(place)
-    return MasterPlace(host, port or HTTPS_PORT, tls=True)
+    return bracketed_host or host, int(port)
 
 
 def endpoint_text(host, port):
@@ -469,60 +456,50 @@ def read_numeric_endpoint(text):
     return read_address(address), port
 
 
-def read_known_hyperbol(text):
-    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. The flavor is a number from 0 to 255, and
-    0 if the text has none. Raise ValueError for any other text."""
-    endpoint_text, *flavor_words = text.split()
-    host, port = read_endpoint(endpoint_text)
-    flavor_text = " ".join(flavor_words) or "0"
-    return host, port, number_reader(0, 255)(flavor_text)
+def read_host_and_port(text):
+    """Return (host, port) for HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
+    None if the text has none. Raise ValueError for any other text."""
+    with contextlib.suppress(ValueError):
+        return read_address(text), None
+    if re.fullmatch("[^:/]+", text):
+        return text, None
+    return read_endpoint(text)
 
 
-def read_pattern(text):
-    """Return the text as a compiled regular expression that ignores case. Raise ValueError if it is
-    not a regular expression or too large for one."""
-    try:
-        return re.compile(text, re.IGNORECASE)
-    except re.error as error:
-        # The error's own message is not shown, because it repeats parts of the text
-        character = (error.pos or 0) + 1
-        raise ValueError("expected a regular expression; there is a mistake at character %d"
-                         % character) from None
-    except (OverflowError, RecursionError):
-        raise ValueError("expected a regular expression; this one is too large") from None
+WEB_PORTS = {"http": 80, "https": 443}
 
 
-def pattern_reader(pattern, expected):
-    """Return a reader for a text that matches the regular expression `pattern` as a whole.
-    `expected` says how an error message describes such a text."""
-    def read(text):
-        stripped_text = text.strip()
-        if not re.fullmatch(pattern, stripped_text):
-            raise ValueError("expected " + expected)
-        return stripped_text
+class MasterPlace(NamedTuple):
+    """Where a master is, as the user of a tool or the ini names it."""
 
-    return read
+    host: str
+    port: Optional[int]                 # None for the game's default
+    tls: bool                           # whether to speak HTTPS
 
 
-read_game_id = pattern_reader("[a-z0-9_-]{1,32}", "1 to 32 characters of a-z, 0-9, - and _")
-# The page's URL may not contain a user or a password, because everybody can see it.
+def read_master_place(text, schemes=("https",)):
+    """Return the MasterPlace for SCHEME://HOST[:PORT], with one of these schemes of WEB_PORTS, or
+    for a text that read_host_and_port() reads. Raise ValueError for any other text.
+
+    The URL may be that of the list, as a browser shows it."""
+    scheme, separator, place = text.rpartition("://")
+    if separator:
+        place = re.sub("(/list)?/*$", "", place)
+        if scheme not in schemes:
+            raise ValueError("expected HOST[:PORT] or, of a web server, https://HOST[:PORT]")
+    host, port = read_host_and_port(place)
+    return MasterPlace(host, port or WEB_PORTS.get(scheme), scheme == "https")
+
+
+# --- URLs, and other masters ---------------------------------------------------------------------
+
+# The page's URL may not contain a user or a password, because everybody can see it
 read_page_url = pattern_reader(r"(https?://[!-?A-~]*[!-.0-?A-~])?",
                                "https://HOST, with no / at its end and no @")
-# Such a name needs no escaping in keys, metrics and JSON.
-PLAIN_NAME = "[A-Za-z0-9._-]{1,64}"
-read_plain_name = pattern_reader("(%s)?" % PLAIN_NAME,
-                                 "at most 64 of the characters A-Z, a-z, 0-9, . _ -")
-# A webhook's URL may not contain a user or a password: urllib would take them for the host.
+# A webhook's URL may not contain a user or a password: urllib would take them for the host
 read_webhook = pattern_reader(
     r"(discord|slack|text|json)\s+https?://[^\s/@]+(/[!-~]*)?",
     "FORMAT URL: discord, slack, text or json, and what begins with https:// or http://")
-
-ENGINE_SCHEMES = "redis", "rediss", "unix"
-ENGINE_FORM = ("redis://[[user]:password@]host[:port][/db], rediss://... for TLS or unix:///path;"
-               " in a password write %40 for @ and %2F for /")
-# HOST or HOST:PORT. The host is in brackets if it is an IPv6 address.
-ENGINE_HOST_AND_PORT = re.compile(r"(\[[^][]+\]|[^][:]+)(?::([0-9]{1,5}))?")
-ENGINE_DEFAULT_PORT = "6379"            # Redis's own
 
 
 class EngineAddress(NamedTuple):
@@ -534,51 +511,35 @@ class EngineAddress(NamedTuple):
     user: str = ""
     password: str = ""
     host: str = ""
-    port: int = int(ENGINE_DEFAULT_PORT)
+    port: int = 6379                    # Redis's own
     database: int = 0
 
 
 def read_engine(text):
-    """Return the EngineAddress for the URL of Redis or Valkey, or None for an empty text. Raise
-    ValueError if ENGINE_FORM does not describe the text."""
-    url = text.strip()
-    if not url:
+    """Return the EngineAddress for the URL of Redis or Valkey, or None for an empty text."""
+    if not text.strip():
         return None
+    unquote = urllib.parse.unquote
     try:
-        return engine_address(url)
+        # Passwords often have such characters as # and ?, which would end the host
+        url = urllib.parse.urlsplit(urllib.parse.quote(read_line(text), safe="/:@[]%"))
+        if url.scheme == "unix" and not url.netloc and len(url.path) > 1:
+            return EngineAddress(path=unquote(url.path))
+        if url.scheme not in ("redis", "rediss") or not url.hostname or url.port == 0:
+            raise ValueError("no host and port")
+        if url.username is not None and url.password is None:
+            raise ValueError("a user without a password")
+        return EngineAddress(
+            tls=url.scheme == "rediss",
+            user=unquote(url.username or ""),
+            password=unquote(url.password or ""),
+            host=unquote(url.hostname),
+            port=url.port or EngineAddress().port,
+            database=number_reader(0, 65535)(url.path.strip("/") or "0"))
     except ValueError:
-        # The message does not repeat the URL, because there is a password in it
-        raise ValueError("expected " + ENGINE_FORM) from None
-
-
-def engine_address(url):
-    """Return the EngineAddress for a URL that has the form of ENGINE_FORM. Raise ValueError for any
-    other text; read_engine() replaces the message."""
-    if "\n" in url:
-        raise ValueError("more than one line")
-    scheme, _, after_scheme = url.partition("://")
-    if scheme == "unix":
-        if not re.match("/.", after_scheme):
-            raise ValueError("no path")
-        return EngineAddress(path=urllib.parse.unquote(after_scheme))
-    if scheme not in ("redis", "rediss"):
-        raise ValueError("another scheme")
-    authority, _, database = after_scheme.partition("/")
-    login, at_sign, host_and_port = authority.rpartition("@")
-    user, colon, password = login.partition(":")
-    if at_sign and not colon:
-        raise ValueError("a user without a password")
-    match = ENGINE_HOST_AND_PORT.fullmatch(host_and_port)
-    if not match:
-        raise ValueError("no host and port")
-    host, port = match.groups(ENGINE_DEFAULT_PORT)
-    return EngineAddress(
-        tls=scheme == "rediss",
-        user=urllib.parse.unquote(user),
-        password=urllib.parse.unquote(password),
-        host=urllib.parse.unquote(host.strip("[]")),
-        port=number_reader(1, MAX_PORT)(port),
-        database=number_reader(0, 65535)(database or "0"))
+        raise ValueError(
+            "expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS or "
+            "unix:///path; in a password write %40 for @, %2F for / and %5B for [") from None
 
 
 # The default ports of the games' masters
@@ -600,14 +561,8 @@ UPSTREAM_GAMES = {
     "aio": "aio.port",
     "luanti": "luanti.enabled",
 }
-UPSTREAM_LISTS = 20                     # the lists of other masters that the ini may name
-UPSTREAM_FORM = ("GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
-                 "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST")
-UPSTREAM_HOST = re.compile("[A-Za-z0-9._:-]{1,253}")
-# A gamename and a protocol number, in a form that metrics can show
-UPSTREAM_QUAKE3 = re.compile(r"([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8})")
-HTTPS_PORT = 443
-WEB_PORTS = {"http": 80, "https": HTTPS_PORT}
+# HOST[:PORT] or, of the Quake III family, HOST[:PORT] GAMENAME PROTOCOL, as metrics can show it
+UPSTREAM_WORDS = re.compile(r"(\S+)(?: ([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8}))?")
 
 
 class Upstream(NamedTuple):
@@ -637,253 +592,119 @@ class Upstream(NamedTuple):
 
 
 def read_upstreams(text):
-    """Return a tuple of the Upstreams in a text, one a line.
-
-    Raise ValueError if a line is wrong, or if there are more than UPSTREAM_LISTS."""
-    upstreams = []
-    for number, line in enumerate(text.strip().split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            upstreams.append(read_upstream(line))
-        except ValueError as error:
-            raise ValueError("line %d of the value: %s" % (number, error)) from None
-    if len(upstreams) > UPSTREAM_LISTS:
-        raise ValueError("expected at most %d lists" % UPSTREAM_LISTS)
+    upstreams = list_reader(read_upstream, "\n")(text)
+    if len(upstreams) > 20:
+        raise ValueError("expected at most 20 lists")
     # The same line twice counts once
     return tuple(dict.fromkeys(upstreams))
 
 
 def read_upstream(line):
-    """Return the Upstream in one line. Raise ValueError if UPSTREAM_FORM does not describe it."""
     game, *words = line.split()
     if game == "iceball":
         raise ValueError("Iceball's servers answer no queries, so they cannot be taken over from "
                          "another list")
     if game not in UPSTREAM_GAMES:
         raise ValueError("expected one of %s, and after it a host" % ", ".join(UPSTREAM_GAMES))
-    if not words:
-        raise ValueError("expected " + UPSTREAM_FORM)
-    place, *list_words = words
-    host, port, tls = read_upstream_place(place, game)
-    if game != "quake3":
-        if list_words:
-            raise ValueError("expected " + UPSTREAM_FORM)
-        return Upstream(game, host, port, tls)
-    match = UPSTREAM_QUAKE3.fullmatch(" ".join(list_words))
-    if not match:
-        raise ValueError("expected " + UPSTREAM_FORM)
-    gamename, protocol = match.groups()
-    return Upstream(game, host, port, tls, gamename, protocol)
+    match = UPSTREAM_WORDS.fullmatch(" ".join(words))
+    place_text, gamename, protocol = match.groups("") if match else ("", "", "")
+    try:
+        place = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
+        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", place.host):
+            raise ValueError("no host")
+        if bool(gamename) != (game == "quake3"):
+            raise ValueError("too many words, or too few")
+    except ValueError:
+        raise ValueError(
+            "expected GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
+            "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST") from None
+    port = place.port or MASTER_PORTS[game]
+    return Upstream(game, place.host.lower(), port, place.tls, gamename, protocol)
 
 
-def read_upstream_place(text, game):
-    """Return the host, the port and whether to use TLS for the text that says where a list is.
+# --- Countries ------------------------------------------------------------------------------------
 
-    Raise ValueError for a text in another form, and for a URL if the game's list is not fetched
-    from a web server."""
-    scheme, separator, after_scheme = text.partition("://")
-    place = text
-    default_port = MASTER_PORTS[game]
-    if separator:
-        if game != "luanti" or scheme not in WEB_PORTS:
-            raise ValueError("expected " + UPSTREAM_FORM)
-        # The list's own URL, as a browser shows it, is right as well
-        place = re.sub("(/list)?/*$", "", after_scheme)
-        default_port = WEB_PORTS[scheme]
-    host, port = read_host_and_port(place)
-    if not UPSTREAM_HOST.fullmatch(host):
-        raise ValueError("expected " + UPSTREAM_FORM)
-    return host.lower(), port or default_port, scheme == "https"
-
-
-def read_own_game_id(text):
-    """Return the id that the operator gives to a game in [games].
-
-    Raise ValueError if it is not an id, or if it is the name of a section, because a game that the
-    program knows may have that id."""
-    if text in section_names():
-        raise ValueError("the id %s is taken" % text)
-    return read_game_id(text)
-
-
-class GameFilter(NamedTuple):
-    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
-    are in lower case."""
-
-    named: Tuple[str, ...] = ()         # games without "!" in the setting
-    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
-    lists_named_only: bool = False      # True if the setting begins with a game without "!"
-
-    def accepts(self, game: str) -> bool:
-        """Return whether a game with this id is listed."""
-        if game in self.excluded:
-            return False
-        return not self.lists_named_only or game in self.named
-
-
-def read_game_filter(text):
-    """Return the GameFilter for a comma-separated list of games.
-
-    `xonotic, openarena` accepts only these two. A list that begins with "!", such as `!nexuiz`,
-    accepts all games but those after a "!". An empty text accepts all games."""
-    names = list_reader(str.lower)(text)
-    if not names:
-        return GameFilter()
-    named = []
-    excluded = []
-    for name in names:
-        if name.startswith("!"):
-            excluded.append(name[len("!"):])
-        else:
-            named.append(name)
-    first_name, *_ = names
-    begins_with_game = not first_name.startswith("!")
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
-
-
-def read_rate(text):
-    """Return (a second, at once) for a rate: `100/400` allows 100 a second on average, and up to
-    400 at once. `100` means `100/100`."""
-    per_second, _, at_once = text.partition("/")
-    read_per_second = number_reader(0.01, 1e6, float)
-    read_at_once = number_reader(1, 1e6, float)
-    return read_per_second(per_second), read_at_once(at_once or per_second)
-
-
-# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too.
-ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-z\x7b-\x7e])?(?:-(\d+))?")
-BEFORE_LETTER_A = "`"                   # the character before "a" in ASCII stands for no letter
-
-
-def read_iceball_version(text):
-    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
-
-    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
-    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z. Raise ValueError if the text has
-    another form, or if a part does not fit into its bits."""
-    match = ICEBALL_VERSION_TEXT.fullmatch(text)
-    if not match:
-        raise ValueError("expected a version such as 0.2.1-37")
-    w_text, x_text, y_text, letter, z_text = match.groups()
-    w = int(w_text)
-    x = int(x_text)
-    y = int(y_text or 0)
-    z = int(z_text or 0)
-    letter_number = ord(letter or BEFORE_LETTER_A) - ord(BEFORE_LETTER_A)
-    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
-        raise ValueError("a part of the version is too large")
-    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
+def read_countries(text):
+    """Return the names and the continents of countries, each by the code of the country."""
+    names = {}
+    continents = {}
+    for continent_text in text.split(";"):
+        continent, _, countries = continent_text.partition(":")
+        for country in countries.split(","):
+            code, *words = country.split()
+            names[code] = " ".join(words)
+            continents[code] = continent.strip()
+    return names, continents
 
 
 # The countries of ISO 3166-1 with their usual English names, by continent. Kosovo's code is not in
 # the standard, but files have it
-COUNTRY_NAMES = {
-    "af": """
-        ao Angola, bf Burkina Faso, bi Burundi, bj Benin, bw Botswana, cd DR Congo,
-        cf Central African Republic, cg Congo, ci Ivory Coast, cm Cameroon, cv Cape Verde,
-        dj Djibouti, dz Algeria, eg Egypt, eh Western Sahara, er Eritrea, et Ethiopia, ga Gabon,
-        gh Ghana, gm Gambia, gn Guinea, gq Equatorial Guinea, gw Guinea-Bissau, ke Kenya,
-        km Comoros, lr Liberia, ls Lesotho, ly Libya, ma Morocco, mg Madagascar, ml Mali,
-        mr Mauritania, mu Mauritius, mw Malawi, mz Mozambique, na Namibia, ne Niger, ng Nigeria,
-        re Réunion, rw Rwanda, sc Seychelles, sd Sudan, sh Saint Helena, sl Sierra Leone,
-        sn Senegal, so Somalia, ss South Sudan, st São Tomé and Príncipe, sz Eswatini, td Chad,
-        tg Togo, tn Tunisia, tz Tanzania, ug Uganda, yt Mayotte, za South Africa, zm Zambia,
-        zw Zimbabwe""",
-    "an": """
-        aq Antarctica, bv Bouvet Island, gs South Georgia and the South Sandwich Islands,
-        hm Heard Island and McDonald Islands, tf French Southern Territories""",
-    "as": """
-        ae United Arab Emirates, af Afghanistan, am Armenia, az Azerbaijan, bd Bangladesh,
-        bh Bahrain, bn Brunei, bt Bhutan, cc Cocos Islands, cn China, cx Christmas Island,
-        ge Georgia, hk Hong Kong, id Indonesia, il Israel, in India,
-        io British Indian Ocean Territory, iq Iraq, ir Iran, jo Jordan, jp Japan, kg Kyrgyzstan,
-        kh Cambodia, kp North Korea, kr South Korea, kw Kuwait, kz Kazakhstan, la Laos, lb Lebanon,
-        lk Sri Lanka, mm Myanmar, mn Mongolia, mo Macao, mv Maldives, my Malaysia, np Nepal,
-        om Oman, ph Philippines, pk Pakistan, ps Palestine, qa Qatar, sa Saudi Arabia,
-        sg Singapore, sy Syria, th Thailand, tj Tajikistan, tm Turkmenistan, tr Turkey, tw Taiwan,
-        uz Uzbekistan, vn Vietnam, ye Yemen""",
-    "eu": """
-        ad Andorra, al Albania, at Austria, ax Åland Islands, ba Bosnia and Herzegovina,
-        be Belgium, bg Bulgaria, by Belarus, ch Switzerland, cy Cyprus, cz Czechia, de Germany,
-        dk Denmark, ee Estonia, es Spain, fi Finland, fo Faroe Islands, fr France,
-        gb United Kingdom, gg Guernsey, gi Gibraltar, gr Greece, hr Croatia, hu Hungary,
-        ie Ireland, im Isle of Man, is Iceland, it Italy, je Jersey, li Liechtenstein,
-        lt Lithuania, lu Luxembourg, lv Latvia, mc Monaco, md Moldova, me Montenegro,
-        mk North Macedonia, mt Malta, nl Netherlands, no Norway, pl Poland, pt Portugal,
-        ro Romania, rs Serbia, ru Russia, se Sweden, si Slovenia, sj Svalbard and Jan Mayen,
-        sk Slovakia, sm San Marino, ua Ukraine, va Vatican City, xk Kosovo""",
-    "na": """
-        ag Antigua and Barbuda, ai Anguilla, aw Aruba, bb Barbados, bl Saint Barthélemy,
-        bm Bermuda, bq Caribbean Netherlands, bs Bahamas, bz Belize, ca Canada, cr Costa Rica,
-        cu Cuba, cw Curaçao, dm Dominica, do Dominican Republic, gd Grenada, gl Greenland,
-        gp Guadeloupe, gt Guatemala, hn Honduras, ht Haiti, jm Jamaica, kn Saint Kitts and Nevis,
-        ky Cayman Islands, lc Saint Lucia, mf Saint Martin, mq Martinique, ms Montserrat,
-        mx Mexico, ni Nicaragua, pa Panama, pm Saint Pierre and Miquelon, pr Puerto Rico,
-        sv El Salvador, sx Sint Maarten, tc Turks and Caicos Islands, tt Trinidad and Tobago,
-        us United States, vc Saint Vincent and the Grenadines, vg British Virgin Islands,
-        vi U.S. Virgin Islands""",
-    "oc": """
-        as American Samoa, au Australia, ck Cook Islands, fj Fiji, fm Micronesia, gu Guam,
-        ki Kiribati, mh Marshall Islands, mp Northern Mariana Islands, nc New Caledonia,
-        nf Norfolk Island, nr Nauru, nu Niue, nz New Zealand, pf French Polynesia,
-        pg Papua New Guinea, pn Pitcairn Islands, pw Palau, sb Solomon Islands, tk Tokelau,
-        tl Timor-Leste, to Tonga, tv Tuvalu, um U.S. Minor Outlying Islands, vu Vanuatu,
-        wf Wallis and Futuna, ws Samoa""",
-    "sa": """
-        ar Argentina, bo Bolivia, br Brazil, cl Chile, co Colombia, ec Ecuador,
-        fk Falkland Islands, gf French Guiana, gy Guyana, pe Peru, py Paraguay, sr Suriname,
-        uy Uruguay, ve Venezuela""",
-}
-
-
-class Country(NamedTuple):
-    """One country."""
-
-    name: str                           # in English
-    continent: str                      # a key of COUNTRY_NAMES, also the continent's code
-
-
-def read_countries():
-    """Return the Country of each code in COUNTRY_NAMES, by the code."""
-    countries = {}
-    for continent, text in COUNTRY_NAMES.items():
-        for entry in text.split(","):
-            code, _, name = entry.strip().partition(" ")
-            countries[code] = Country(" ".join(name.split()), continent)
-    return countries
-
-
-COUNTRIES = read_countries()
+COUNTRY_NAMES, CONTINENTS = read_countries("""
+af: ao Angola, bf Burkina Faso, bi Burundi, bj Benin, bw Botswana, cd DR Congo, cf Central African
+Republic, cg Congo, ci Ivory Coast, cm Cameroon, cv Cape Verde, dj Djibouti, dz Algeria, eg Egypt,
+eh Western Sahara, er Eritrea, et Ethiopia, ga Gabon, gh Ghana, gm Gambia, gn Guinea, gq Equatorial
+Guinea, gw Guinea-Bissau, ke Kenya, km Comoros, lr Liberia, ls Lesotho, ly Libya, ma Morocco, mg
+Madagascar, ml Mali, mr Mauritania, mu Mauritius, mw Malawi, mz Mozambique, na Namibia, ne Niger, ng
+Nigeria, re Réunion, rw Rwanda, sc Seychelles, sd Sudan, sh Saint Helena, sl Sierra Leone, sn
+Senegal, so Somalia, ss South Sudan, st São Tomé and Príncipe, sz Eswatini, td Chad, tg Togo, tn
+Tunisia, tz Tanzania, ug Uganda, yt Mayotte, za South Africa, zm Zambia, zw Zimbabwe;
+an: aq Antarctica, bv Bouvet Island, gs South Georgia and the South Sandwich Islands, hm Heard
+Island and McDonald Islands, tf French Southern Territories;
+as: ae United Arab Emirates, af Afghanistan, am Armenia, az Azerbaijan, bd Bangladesh, bh Bahrain,
+bn Brunei, bt Bhutan, cc Cocos Islands, cn China, cx Christmas Island, ge Georgia, hk Hong Kong, id
+Indonesia, il Israel, in India, io British Indian Ocean Territory, iq Iraq, ir Iran, jo Jordan, jp
+Japan, kg Kyrgyzstan, kh Cambodia, kp North Korea, kr South Korea, kw Kuwait, kz Kazakhstan, la
+Laos, lb Lebanon, lk Sri Lanka, mm Myanmar, mn Mongolia, mo Macao, mv Maldives, my Malaysia, np
+Nepal, om Oman, ph Philippines, pk Pakistan, ps Palestine, qa Qatar, sa Saudi Arabia, sg Singapore,
+sy Syria, th Thailand, tj Tajikistan, tm Turkmenistan, tr Turkey, tw Taiwan, uz Uzbekistan, vn
+Vietnam, ye Yemen;
+eu: ad Andorra, al Albania, at Austria, ax Åland Islands, ba Bosnia and Herzegovina, be Belgium, bg
+Bulgaria, by Belarus, ch Switzerland, cy Cyprus, cz Czechia, de Germany, dk Denmark, ee Estonia, es
+Spain, fi Finland, fo Faroe Islands, fr France, gb United Kingdom, gg Guernsey, gi Gibraltar, gr
+Greece, hr Croatia, hu Hungary, ie Ireland, im Isle of Man, is Iceland, it Italy, je Jersey, li
+Liechtenstein, lt Lithuania, lu Luxembourg, lv Latvia, mc Monaco, md Moldova, me Montenegro, mk
+North Macedonia, mt Malta, nl Netherlands, no Norway, pl Poland, pt Portugal, ro Romania, rs Serbia,
+ru Russia, se Sweden, si Slovenia, sj Svalbard and Jan Mayen, sk Slovakia, sm San Marino, ua
+Ukraine, va Vatican City, xk Kosovo;
+na: ag Antigua and Barbuda, ai Anguilla, aw Aruba, bb Barbados, bl Saint Barthélemy, bm Bermuda, bq
+Caribbean Netherlands, bs Bahamas, bz Belize, ca Canada, cr Costa Rica, cu Cuba, cw Curaçao, dm
+Dominica, do Dominican Republic, gd Grenada, gl Greenland, gp Guadeloupe, gt Guatemala, hn Honduras,
+ht Haiti, jm Jamaica, kn Saint Kitts and Nevis, ky Cayman Islands, lc Saint Lucia, mf Saint Martin,
+mq Martinique, ms Montserrat, mx Mexico, ni Nicaragua, pa Panama, pm Saint Pierre and Miquelon, pr
+Puerto Rico, sv El Salvador, sx Sint Maarten, tc Turks and Caicos Islands, tt Trinidad and Tobago,
+us United States, vc Saint Vincent and the Grenadines, vg British Virgin Islands, vi U.S. Virgin
+Islands;
+oc: as American Samoa, au Australia, ck Cook Islands, fj Fiji, fm Micronesia, gu Guam, ki Kiribati,
+mh Marshall Islands, mp Northern Mariana Islands, nc New Caledonia, nf Norfolk Island, nr Nauru, nu
+Niue, nz New Zealand, pf French Polynesia, pg Papua New Guinea, pn Pitcairn Islands, pw Palau, sb
+Solomon Islands, tk Tokelau, tl Timor-Leste, to Tonga, tv Tuvalu, um U.S. Minor Outlying Islands, vu
+Vanuatu, wf Wallis and Futuna, ws Samoa;
+sa: ar Argentina, bo Bolivia, br Brazil, cl Chile, co Colombia, ec Ecuador, fk Falkland Islands, gf
+French Guiana, gy Guyana, pe Peru, py Paraguay, sr Suriname, uy Uruguay, ve Venezuela""")
 
 
 def country_name(code):
     """Return the English name of a country, or its code in capital letters if it is not known."""
-    return COUNTRIES[code].name if code in COUNTRIES else code.upper()
-
-
-def continent_of(code):
-    """Return the two letters of a country's continent, or "" if they are not known."""
-    return COUNTRIES[code].continent if code in COUNTRIES else ""
+    return COUNTRY_NAMES.get(code, code.upper())
 
 
 def read_country(text):
-    """Return the code of a country, two letters in lower case."""
     code = text.strip().lower()
-    if code not in COUNTRIES:
+    if code not in COUNTRY_NAMES:
         raise ValueError("expected the two letters of a country, such as de or us")
     return code
 
 
 def read_country_place(text):
-    """Return (address, port) for which the ini names a country.
-
-    The port is 0 if it is left out: then the country holds for all servers at the address."""
+    """Return (address, port) for which the ini names a country. The port is 0 if it is left out:
+    then the country holds for all servers at the address."""
     try:
         return read_address(text), 0
     except ValueError:
         return read_numeric_endpoint(text)
 
+
+# --- The table -----------------------------------------------------------------------------------
 
 class Setting(NamedTuple):
     """One setting, or a section of data, whose keys the operator chooses."""
@@ -894,6 +715,8 @@ class Setting(NamedTuple):
     help: str                       # one line, which the ini shows as a comment
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text      # the reader of the keys of a section of data
+    secret: bool = False            # whether no message shows its value
+    text_file: bool = False         # whether it names a text file, which is read with the settings
 
     @property
     def section(self) -> str:
@@ -937,8 +760,10 @@ SETTINGS_BEFORE_GAMES = (
             "Where the page is reached from outside, as https://games.example; for links to it."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
     Setting("http.template", "", read_without_url,
-            "A file with your own list page; LIST_PAGE in the program explains its placeholders."),
-    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css."),
+            "A file with your own list page; LIST_PAGE in the program explains its placeholders.",
+            text_file=True),
+    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css.",
+            text_file=True),
     Setting("http.countries", "", read_without_url,
             "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
@@ -949,7 +774,7 @@ SETTINGS_AFTER_GAMES = (
             "Games of your own, announced by HTTP: id = Title.", read_key=read_own_game_id),
     Setting("cluster.redis", "", read_engine,
             "Redis or Valkey through which masters share their lists, as redis://:password@host/0.",
-            live=False),
+            live=False, secret=True),
     Setting("cluster.name", "", read_plain_name,
             "This master's name among others; empty: the host's and a random part.", live=False),
     Setting("cluster.prefix", "masterserver", read_plain_name,
@@ -976,7 +801,7 @@ SETTINGS_AFTER_GAMES = (
             read_text, "The text of a message. Of other placeholders there is only $country."),
     Setting("webhooks", "ours = discord https://discord.com/api/webhooks/ID/TOKEN", read_webhook,
             "Receivers of news: NAME = FORMAT URL. FORMAT is discord, slack, text or json.",
-            read_key=read_game_id),
+            read_key=read_game_id, secret=True),
     Setting("official", "203.0.113.7:20737 = yes", read_flag,
             "Servers marked as official.", read_key=read_numeric_endpoint),
     Setting("country", "203.0.113.7:20737 = de", read_country,
@@ -1013,6 +838,31 @@ SETTINGS_AFTER_GAMES = (
     Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
 
+# The readers and the settings of each game. They are to stand with the game's protocol
+
+# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too
+ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-~])?(?:-(\d+))?")
+
+
+def read_iceball_version(text):
+    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
+
+    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
+    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z."""
+    match = ICEBALL_VERSION_TEXT.fullmatch(text)
+    if not match:
+        raise ValueError("expected a version such as 0.2.1-37")
+    w_text, x_text, y_text, letter, z_text = match.groups("0")
+    w = int(w_text)
+    x = int(x_text)
+    y = int(y_text)
+    z = int(z_text)
+    letter_number = 0 if letter == "0" else ord(letter) - ord("a") + 1
+    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
+        raise ValueError("a part of the version is too large")
+    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
+
+
 ICEBALL_SETTINGS = (
     Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
     Setting("iceball.version", "0.2.1-37", read_iceball_version,
@@ -1023,6 +873,14 @@ ICEBALL_SETTINGS = (
             "Seconds of silence after which a server is removed (the document says 120).",
             live=False),
 )
+
+
+def read_known_hyperbol(text):
+    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
+    endpoint, *flavors = text.split()
+    host, port = read_endpoint(endpoint)
+    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
+
 
 HYPERBOL_SETTINGS = (
     Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
@@ -1042,8 +900,38 @@ AIO_SETTINGS = (
             "TCP port for servers and clients of every generation.", live=False),
     Setting("aio.news", "", read_text, "The text that players read under News."),
     Setting("aio.news_file", "", read_without_url,
-            "A text file to read the news from instead; read again when it changes."),
+            "A text file to read the news from instead; read again when it changes.",
+            text_file=True),
 )
+
+
+class GameFilter(NamedTuple):
+    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
+    are in lower case."""
+
+    named: Tuple[str, ...] = ()         # games without "!" in the setting
+    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
+    lists_named_only: bool = False      # True if the setting begins with a game without "!"
+
+    def accepts(self, game: str) -> bool:
+        if game in self.excluded:
+            return False
+        return not self.lists_named_only or game in self.named
+
+
+def read_game_filter(text):
+    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
+    `!nexuiz`, which accepts all others. An empty text accepts all games."""
+    named = []
+    excluded = []
+    for name in list_reader(str.lower)(text):
+        if name.startswith("!"):
+            excluded.append(name[len("!"):])
+        else:
+            named.append(name)
+    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
+    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
+
 
 QUAKE3_SETTINGS = (
     Setting("quake3.port", "27950", read_port,
@@ -1072,25 +960,13 @@ DDNET_SETTINGS = (
 
 # All settings by name, in the order of the ini. Section 10 fills this table
 SETTINGS: Dict[str, Setting] = {}
+# Settings of earlier versions. An ini that still has one of them causes a warning
+REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 
 def section_names():
     """Return the names of the sections of the ini, which include the ids of most games."""
     return {setting.section for setting in SETTINGS.values()}
-
-
-# Settings of earlier versions. An ini that still has one of them causes a warning.
-REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
-
-# No message shows a value from these sections. Each may be a secret, even if it is not a URL.
-SECRET_SECTIONS = "webhooks", "cluster"
-
-# These settings name a text file, which is read with the settings and again when it changes.
-TEXT_FILES = ("http.template", "http.stylesheet", "aio.news_file")
-# So do these, for HTTPS
-TLS_FILES = ("http.certificate", "http.key")
-# This one names a file that is read again only if it has changed itself
-COUNTRY_FILE = "http.countries"
 
 
 class Settings:
@@ -1104,7 +980,7 @@ class Settings:
                 settings: then nothing is kept on disk by default
     given       the names of the settings that the ini, --set or the other program has set
     warnings    messages for the log
-    texts       the contents of the files in TEXT_FILES, by the setting's name"""
+    texts       the contents of the text files that settings name, by the setting's name"""
 
     def __init__(self, values=None):
         """Set every setting to its default, and then those in `values`, a dict of texts by name, as
@@ -1117,11 +993,8 @@ class Settings:
         self.texts = {}
         self.values: Dict[str, Any] = {}
         for setting in SETTINGS.values():
-            if setting.key:
-                self.values[setting.name] = setting.read(setting.default)
-            else:
-                # The default of a section of data is only an example
-                self.values[setting.name] = {}
+            # The default of a section of data is only an example
+            self.values[setting.name] = setting.read(setting.default) if setting.key else {}
         for name, text in (values or {}).items():
             self.set_text(name, str(text), origin="setting")
 
@@ -1144,21 +1017,15 @@ class Settings:
             for key, text in parser.items(section):
                 settings.set_text("%s.%s" % (section, key), text, origin=path)
         for override in overrides:
-            settings.apply_override(override)
+            name, equals, text = override.partition("=")
+            if not equals:
+                # The text is not shown, because nobody can tell where a secret begins in it
+                raise SettingsError("--set: expected section.key=value")
+            settings.set_text(name.strip(), text.strip(), origin="--set")
         database = settings.file("server.database")
         if database and os.path.realpath(database) == os.path.realpath(path):
             raise SettingsError("[server] database: that is the ini; it would be overwritten")
         return settings
-
-    def apply_override(self, override):
-        """Set the setting that a text `section.key=value` from --set names. Raise SettingsError if
-        the text is wrong."""
-        name, equals, text = override.partition("=")
-        if not equals:
-            # No more is shown, because without "=" nobody can tell where a secret begins
-            raise SettingsError("--set %.16s: expected section.key=value"
-                                % without_secrets(override))
-        self.set_text(name.strip(), text.strip(), origin="--set")
 
     def set_text(self, name, text, origin):
         """Set the setting `name`, which is section.key, to the value of `text`.
@@ -1166,110 +1033,62 @@ class Settings:
         `origin` says in messages where the text comes from: the path of the ini, or --set. Raise
         SettingsError if the name or the text is wrong. For a setting of an earlier version, only
         add a warning to `warnings`."""
-        section, _, key = name.partition(".")
-        if "://" in section:            # then the dot is part of a URL
-            raise SettingsError("%s: %s: expected section.key" % (origin, without_secrets(name)))
-        # How messages name the setting, such as "masterserver.ini: [http] title"
-        label = "%s: [%s] %s" % (origin, section, without_secrets(key))
+        section, _, key = without_secrets(name).partition(".")
+        label = "%s: [%s] %s" % (origin, section, key)
         if name in REMOVED_SETTINGS:
             self.warnings.append(label + " is no longer a setting and has no effect")
             return
         setting = SETTINGS.get(name) or SETTINGS.get(section)
         if setting is None:
-            problem = unknown_name_problem(section, key)
+            keys = [setting.key for setting in SETTINGS.values() if setting.section == section]
+            problem = "has no key " + key + name_hint(key, keys)
+            if not keys:
+                problem = "is not a section" + name_hint(section, section_names())
             raise SettingsError("%s: [%s] %s" % (origin, section, problem))
-        _, *continuation_lines = text.split("\n")
-        for line in continuation_lines:
-            check_continuation_line(line, label)
-        self.given.add(setting.name)
+        # An indented line continues the value above it. If it is the line of a webhook, its secret
+        # URL might be shown on the page, and nothing would be sent to it
+        indented_key = re.search(r"\n\s*([\w.-]+)\s*=\s*(\w+\s+)?\w+://", text)
+        if indented_key:
+            raise SettingsError(
+                "%s: the line %s = … below this value is indented, so it continues the value; it "
+                "is probably a setting, which begins without blanks"
+                % (label, indented_key.group(1)))
         try:
-            self.store_value(setting, key, text)
+            # Bytes of the command line that are not UTF-8 have become lone surrogates. encode()
+            # raises UnicodeEncodeError for them, which is a ValueError
+            (key + text).encode()
+            if "\0" in text:            # the system allows no NUL in the name of a file
+                raise ValueError("a NUL character is not allowed")
+            value = setting.read(text)
+            if setting.key:
+                self.values[setting.name] = value
+            else:
+                self.values[setting.name][setting.read_key(key)] = value
         except ValueError as error:
-            printable = printable_value(section, key, text)
-            raise SettingsError("%s = %s: %s" % (label, printable, error)) from None
-
-    def store_value(self, setting, key, text):
-        """Read `text` and store it as the value of `setting` or, if that is a section of data, as
-        the value of `key` in it. Raise ValueError if the text or the key is wrong."""
-        # Bytes of the command line that are not UTF-8 have become lone surrogates. encode() raises
-        # UnicodeEncodeError for them, which is a ValueError
-        (key + text).encode()
-        if "\0" in text:                # the system allows no NUL in the name of a file
-            raise ValueError("a NUL character is not allowed")
-        if setting.key:
-            self.values[setting.name] = setting.read(text)
-        else:
-            self.values[setting.name][setting.read_key(key)] = setting.read(text)
+            one_line = " ".join(text.split())
+            shown = without_secrets(one_line)
+            # A URL in the key was split at a "=" in it: then the text is the rest of the URL
+            if setting.secret or "://" in key:
+                shown = "…"
+            raise SettingsError("%s = %s: %s" % (label, shown, error)) from None
+        self.given.add(setting.name)
 
     def file(self, name):
         """Return the path of the file that the setting `name` names, or "" if there is no such
         file. A relative path begins in the ini's folder."""
-        path = self.values[name]
-        if not path:
-            return ""
         # A program that has made these settings gets no file that it has not asked for
         is_embedded = self.folder is None
-        if is_embedded and name not in self.given:
+        if not self.values[name] or is_embedded and name not in self.given:
             return ""
-        return os.path.join(self.folder or "", path)
-
-
-def printable_value(section, key, text):
-    """Return a setting's text in one line for an error message, with "…" in place of all that may
-    be secret."""
-    if section in SECRET_SECTIONS:
-        return "…"
-    # A URL in the key means that the line was split at a "=" inside that URL. Then the text is the
-    # rest of the URL, and may be secret
-    if "://" in key:
-        return "…"
-    one_line = " ".join(text.split())
-    return without_secrets(one_line)
-
-
-def unknown_name_problem(section, key):
-    """Return the end of an error message about a setting that does not exist: whether the section
-    or the key is wrong, and the name that was probably meant."""
-    keys = [setting.key for setting in SETTINGS.values() if setting.section == section]
-    if not keys:
-        return "is not a section" + name_hint(section, section_names())
-    return "has no key " + without_secrets(key) + name_hint(key, keys)
+        return os.path.join(self.folder or "", self.values[name])
 
 
 def name_hint(name, right_names):
     """Return the end of an error message about a wrong name: the most similar right name, or all
     right names if none is similar."""
-    similar_names = difflib.get_close_matches(name, right_names, n=1, cutoff=0.5)
-    for similar_name in similar_names:
+    for similar_name in difflib.get_close_matches(name, right_names, n=1, cutoff=0.5):
         return "; did you mean %s?" % similar_name
     return "; expected one of %s" % ", ".join(sorted(right_names))
-
-
-def check_continuation_line(line, label):
-    """Raise SettingsError if an indented line, which continues the value above it, looks like a
-    setting whose value is a URL.
-
-    The URL may be secret. As a part of another value it might be shown on the page, and nothing
-    would be sent to it. `label` is the name of the setting above in the message."""
-    key_text, _, value = line.partition("=")
-    key = key_text.strip()
-    before_url, separator, _ = value.partition("://")
-    if not separator or not re.fullmatch(PLAIN_NAME, key):
-        return
-    # Before "://" stands the scheme and, in [webhooks], a FORMAT before the scheme
-    words = before_url.split()
-    if len(words) not in (1, 2):
-        return
-    *_, scheme = words
-    if scheme in ENGINE_SCHEMES:
-        section = "cluster"
-    elif "http." + key in SETTINGS:
-        section = "http"
-    else:
-        section = "webhooks"
-    raise SettingsError(
-        "%s: the line %s = … below this value is indented, so it continues the value; it probably "
-        "belongs in [%s], without blanks before it" % (label, key, section))
 
 
 def read_ini(path, missing_ok):
@@ -1287,32 +1106,22 @@ def read_ini(path, missing_ok):
     try:
         paths_read = parser.read(path, encoding="utf-8-sig")
     except (configparser.Error, UnicodeDecodeError) as error:
+        # The message names the place, and never repeats a line, because a secret may be in it
+        if isinstance(error, UnicodeDecodeError):
+            place = "byte %d" % (error.start + 1)
+        else:
+            # `errors` has (line number, line) for each wrong line. Some errors have only `lineno`
+            line_numbers = [number for number, _ in getattr(error, "errors", ())]
+            line_numbers = line_numbers or [getattr(error, "lineno", 0)]
+            place = "line " + ", ".join(map(str, line_numbers))
         raise SettingsError(
-            "%s: %s; expected, in UTF-8, [section], key = value, or an indented line that "
-            "continues the one above" % (path, ini_error_text(error))) from None
+            "%s: %s: expected, in UTF-8, [section] and below it key = value, or an indented line "
+            "that continues the one above" % (path, place)) from None
     # The parser skips a file that it cannot open, without an error
-    if not paths_read:
-        if not missing_ok or os.path.lexists(path):
-            raise SettingsError(
-                "%s: cannot be read; is the name right, and may this user read it?" % path)
+    if not paths_read and (not missing_ok or os.path.lexists(path)):
+        raise SettingsError(
+            "%s: cannot be read; is the name right, and may this user read it?" % path)
     return parser
-
-
-def ini_error_text(error):
-    """Return text that says where an ini is wrong. `error` is the exception that
-    ConfigParser.read() has raised.
-
-    The text never repeats a line of the ini, because the line may contain a secret."""
-    if isinstance(error, UnicodeDecodeError):
-        return "byte %d is not UTF-8" % (error.start + 1)
-    if isinstance(error, configparser.MissingSectionHeaderError):
-        return "line %d: there is no section header above it" % error.lineno
-    # `errors` of a ParsingError holds (line number, line) for each wrong line
-    line_numbers = [number for number, _ in getattr(error, "errors", ())]
-    if not line_numbers:
-        # Since Python 3.13 a line that continues no value raises an error with only `lineno`
-        line_numbers = [getattr(error, "lineno", 0)]
-    return "line " + ", ".join(map(str, line_numbers))
 
 
 def config_text():
@@ -1328,11 +1137,10 @@ def config_text():
             section = setting.section
             lines += ["", "[%s]" % section]
         # For a section of data, the default is a whole line
-        example = setting.default
+        line = "#" + setting.default
         if setting.key:
-            example = "%s = %s" % (setting.key, setting.default)
-        setting_line = "#" + example
-        lines += ["", "# " + setting.help, setting_line.rstrip()]
+            line = "#%s = %s" % (setting.key, setting.default)
+        lines += ["", "# " + setting.help, line.rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -2286,7 +2094,7 @@ class Rules:
         return countries.get((address, port)) or countries.get((address, 0), "")
 
     def country(self, address, port=0):
-        """Return the country of a server, a key of COUNTRIES or, from the file, two other letters.
+        """Return the country of a server, in COUNTRY_NAMES or, from the file, two other letters.
 
         Return "" if the country is not known. `port` is 0 for an address alone."""
         by_hand = self.country_by_hand(address, port)
@@ -3574,6 +3382,10 @@ STORED_FIELDS: Dict[str, type] = {
 }
 
 
+# Those of them that are private attributes of a room's servers
+PRIVATE_FIELDS = "flavor", "luanti_announcement", "zone_owner", "ddnet_registration"
+
+
 class ServerRecord(NamedTuple):
     """A ListedRow whose fields are not encoded as JSON yet. Its times are in seconds since 1970.
 
@@ -3596,7 +3408,8 @@ def server_record(server, epoch):
         expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
-        values=[getattr(server, name) for name in STORED_FIELDS])
+        values=[server.private.get(name) if name in PRIVATE_FIELDS else getattr(server, name)
+                for name in STORED_FIELDS])
 
 
 def encoded_row(record):
@@ -3606,18 +3419,27 @@ def encoded_row(record):
         record.last_seen, fields=ENCODER.encode(record.values))
 
 
-def restored_server(row, now, wall, readers):
+def restored_server(row, now, wall, rooms):
     """Return the Server that a ListedRow describes, marked as unconfirmed.
 
-    `now` and `wall` are the same moment by the monotonic and by the wall clock. `readers` has the
-    functions that check those attributes which belong to one protocol, by the attribute's name.
-    Return None if the row has impossible values, and raise Refused if such an attribute has."""
-    fields = restored_fields(row.fields, readers)
+    `now` and `wall` are the same moment by the monotonic and by the wall clock. `rooms` has the
+    games of section 10 by their ids. Return None if the row has impossible values, and raise
+    Malformed if a private attribute has."""
+    fields = restored_fields(row.fields)
+    stored = {}
+    for name in PRIVATE_FIELDS:
+        value = fields.pop(name, None)
+        if value is not None:
+            stored[name] = value
+    for room in rooms.values():
+        if room.owns(row.game, fields.get("details", NO_DETAILS)):
+            fields["room"] = room.game
+            fields["private"] = room.restored(stored)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
     if not is_unicast(row.address) or not is_unicast(source):
         return None
-    if fields.get("verified") not in VERIFICATIONS or fields.get("flavor", 0) > 255:
+    if fields.get("verified") not in VERIFICATIONS:
         return None
     lifetime = row.expires - row.last_seen
     if lifetime > INFINITE_LIFETIME_S - 1:
@@ -3631,19 +3453,16 @@ def restored_server(row, now, wall, readers):
     return server
 
 
-def restored_fields(fields, readers):
+def restored_fields(fields):
     """Return the attributes of Server in the column `fields` of a row, by name.
 
     They are cleaned again, because another master may have written them. A value of the wrong type
-    is left out. `readers` is the same as in restored_server()."""
+    is left out."""
     attributes = {}
     for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
         if type(value) is not expected_type:
             continue
-        if name in readers:
-            attributes[name] = readers[name](value) if value else {}
-        else:
-            attributes[name] = clean_value(value)
+        attributes[name] = value if name in PRIVATE_FIELDS else clean_value(value)
     return attributes
 
 
@@ -3689,10 +3508,10 @@ class SavedList:
         # The minute, counted from 1970, of the last batch that contained all servers
         self.sampled_minute = -1.0
 
-    def restore(self, now, wall, protocols):
+    def restore(self, now, wall, rooms):
         """List the servers that were listed before the restart, at the start of the program.
 
-        `protocols` are the protocols that run now. If the database cannot be read, the list begins
+        `rooms` has the games that are switched on, by their ids. If the database cannot be read, the list begins
         empty, and /healthz says why."""
         try:
             rows = self.database.load(wall)
@@ -3705,27 +3524,30 @@ class SavedList:
         for row in rows:
             # The next batch saves the server again, or deletes it if it is not restored
             registry.altered.add(row.key)
-            with contextlib.suppress(Refused):
-                self.restore_row(row, now, wall, protocols)
+            with contextlib.suppress(Malformed, Refused):
+                self.restore_row(row, now, wall, rooms)
         log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
 
-    def restore_row(self, row, now, wall, protocols):
+    def restore_row(self, row, now, wall, rooms):
         """List the server of a ListedRow, unless it was last seen too long ago.
 
-        Raise Refused if the rules forbid the server."""
+        Raise Refused if the rules forbid the server, and Malformed if the row is damaged."""
         if wall - row.last_seen > RESTORE_WITHIN_S:
             return
-        server = restored_server(row, now, wall, self.readers)
+        server = restored_server(row, now, wall, self.rooms)
         # Only servers that the ini names are listed without responding. Those need not be restored,
         # because the poller lists them again anyway
         if server is None or not server.responding:
             return
-        if not any(protocol.serves(server) for protocol in protocols):
+        room = rooms.get(server.room)
+        if room is None and server.game not in self.registry.rules.games:
             server.lifetime = min(server.lifetime, RESTORED_S)
         self.registry.check_admission(
             server.key, server.source, server.name, found_at=server.found_at)
         self.registry.insert(server)
+        if room is not None:
+            room.resume(server)
 
     def tick(self, now, wall):
         """Begin a batch, unless one is being written. The event loop calls this once a second.
@@ -3872,6 +3694,8 @@ class Session:
     done = False
     # Received bytes that have not been answered yet
     buffer = b""
+    # A long body that other connections share. It is sent after the bytes that a method returned
+    body = b""
     # True for the connection of a game server that publishes itself here. If there are too many
     # connections, those of game servers are closed last
     kept = False
@@ -4368,6 +4192,11 @@ class Game:
 
         `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
         self.registry.record_outcome(source, self.game, port, outcome, now, detail)
+
+    @classmethod
+    def owns(cls, game, details):
+        """Is a server of this room that was stored under this game id, with these details?"""
+        return game == cls.game
 
     @classmethod
     def restored(cls, stored):
@@ -7800,7 +7629,7 @@ class Aio(TcpProtocol, PolledGame):
         """Join a Core: its registry, its poller and its settings."""
         super().__init__(core)
         # PolledGame allows announcements by HTTP, but AIO servers keep a connection instead
-        del core.http_announcers[self.game]
+        del core.rooms[self.game]
         self.session_numbers = itertools.count()
         # The AioSession of each listed server, by Server
         self.owners = {}
@@ -8276,7 +8105,7 @@ class Quake3(UdpProtocol, PolledGame):
         super().__init__(core)
         # PolledGame allows announcements by HTTP, but these servers announce themselves by
         # heartbeats only
-        del core.http_announcers[self.game]
+        del core.rooms[self.game]
         # Renders not a list but a function, which answers questions about the servers
         self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
         self.registry.subscribe(
@@ -8775,7 +8604,7 @@ class Luanti(TcpProtocol, PolledGame):
         super().__init__(core)
         if not core.settings["luanti.enabled"]:
             # PolledGame's constructor has allowed announcements by HTTP
-            del core.http_announcers[self.game]
+            del core.rooms[self.game]
         # The announcements whose address for players is being looked up, by source and port. The
         # limit for look-ups limits their number, too
         self.being_looked_up = {}
@@ -9441,7 +9270,7 @@ class Ddnet(TcpProtocol):
         self.large_bytes = collections.defaultdict(int)
         self.registry.subscribe(self.on_registry_event, self.game)
         if core.settings["ddnet.enabled"]:
-            core.http_games[self.game] = self
+            core.rooms[self.game] = self
 
     def serves(self, server):
         """Return whether this server can register by HTTP on one of our ports."""
@@ -9798,27 +9627,6 @@ def ddnet_large_bytes(info):
     return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
 
 
-def ddnet_player_names(registration):
-    """Return the names of the players and spectators on a server, with clans in parentheses.
-
-    `registration` is as in read_ddnet_registration()."""
-    names = []
-    for client in json.loads(registration["info"])["clients"]:
-        name = clean(client["name"])
-        clan = clean(client["clan"])
-        names.append("%s (%s)" % (name, clan) if clan else name)
-    return names
-
-
-# --- Stored attributes ---------------------------------------------------------------------------
-
-# The functions that check those attributes of Server which belong to one protocol, by the
-# attribute's name
-STORED_READERS = {
-    "luanti_announcement": luanti_fields,
-    "ddnet_registration": read_ddnet_registration,
-}
-
 # ================================================================================================
 # 8  Pages
 #
@@ -9831,21 +9639,6 @@ STORED_READERS = {
 # ================================================================================================
 
 # --- Templates -----------------------------------------------------------------------------------
-
-# The full height of a sparkline stands for at least this many players, because two players must
-# not look like a crowd
-SPARK_MIN_PLAYERS = 4
-# In a sparkline y is 0 at the top. An hour in which the server was away is drawn without height, an
-# hour without players one step high
-SPARK_GROUND_Y = 9
-SPARK_EMPTY_Y = 8
-# A chart has at most this many points: one for each day of a year, or about one per pixel of
-# a phone's width
-CHART_POINTS = 366
-# There are at most this many gridlines above zero, so that nobody has to count them
-CHART_GRIDLINES = 4
-# The preview of a link names at most this many servers, which is more than a chat shows
-PREVIEW_NAMES = 5
 
 # The list page. The operator's own `[http] template` may replace it. Each of these placeholders may
 # occur in a template once or not at all:
@@ -9923,17 +9716,10 @@ SEARCH = """\
  autocomplete="off" spellcheck="false"></label>
 <label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
-$countries<button>Search</button>
-</form>
-"""
-
-# The closed choice of countries shows so many codes; of more it shows the number, so that it has
-# room on a phone
-COUNTRY_CODES_SHOWN = 3
-# The choice of countries, which opens above the list
-COUNTRY_CHOICE = """\
 <details id="countries"$hidden><summary>$summary</summary>
 <div class="choice" id="country-boxes" data-live>$boxes</div></details>
+<button>Search</button>
+</form>
 """
 
 COUNTRY_BOX = """\
@@ -9977,8 +9763,6 @@ the servers in their lists that answer appear here.</p>
 </section>
 """
 
-# The maximum of players in a row, with a thin bar
-METER = '/%d<meter aria-hidden="true" max="%d" value="%d"></meter>'
 # One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
 SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
@@ -10063,7 +9847,7 @@ NOT_LISTED = """\
 Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
 
 PLAY = """\
-<p><a class="play" href="iceball://$address">Play</a></p>
+<p><a class="play" href="$link">Play</a></p>
 """
 
 FACT = """\
@@ -10758,7 +10542,7 @@ function showCountryChoice(page) {
   checkCountries();
 }
 
-function checkCountries() {         // the text is as in country_summary() of the master
+function checkCountries() {         // the text is as in render_search() of the master
   for (const box of document.querySelectorAll('#countries input'))
     box.checked = view.country.includes(box.value);
   const summary = document.querySelector('#countries summary'), count = view.country.length;
@@ -10894,10 +10678,7 @@ class Html(str):
 
 
 def render_value(value):
-    """Return the HTML for a value of a template, as a str.
-
-    Html stays as it is. A list is rendered item by item. Any other value is converted to text and
-    escaped."""
+    """Return a value of a template as HTML. The items of a list follow each other."""
     if isinstance(value, Html):
         return value
     if isinstance(value, list):
@@ -10906,15 +10687,11 @@ def render_value(value):
 
 
 def fill_template(template, **values):
-    """Fill a template: replace each `$name` by the keyword argument of that name, escaped.
+    """Replace each `$name` of a template by the value of that name, escaped. Return Html.
 
-    Return Html. Raise KeyError if the template names a value that is not given. Surplus values are
-    ignored."""
-    rendered = {}
-    for name, value in values.items():
-        rendered[name] = render_value(value)
-    text = string.Template(template).substitute(rendered)
-    return Html(text)
+    Raise KeyError if the template names a value that is not given. Surplus values are ignored."""
+    rendered = {name: render_value(value) for name, value in values.items()}
+    return Html(string.Template(template).substitute(rendered))
 
 
 class PageContext(NamedTuple):
@@ -10932,13 +10709,9 @@ class PageContext(NamedTuple):
 
 
 def check_list_template(text):
-    """Check the operator's own list page by filling its placeholders with empty values.
-
-    Raise ValueError if `text` is not a valid string.Template, or if it has a placeholder that is
-    not in LIST_PLACEHOLDERS."""
-    empty_values = dict.fromkeys(LIST_PLACEHOLDERS, "")
+    """Raise ValueError if the text is no valid template of the list page."""
     try:
-        string.Template(text).substitute(empty_values)
+        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
     except KeyError as error:
         name, = error.args
         valid_names = ", ".join(LIST_PLACEHOLDERS)
@@ -10947,22 +10720,12 @@ def check_list_template(text):
 
 # --- Small pieces --------------------------------------------------------------------------------
 
-# The units in which ages are given: the unit, its length in seconds, and the age in seconds from
-# which the next unit is used. After the last of them, ages are given in days
-AGE_UNITS = (
-    ("s", 1, 90),
-    ("min", 60, 5400),
-    ("h", 3600, 129600),
-)
-
-
 def age_text(seconds):
-    """Return an age in words, such as "12 s ago" for 12 seconds.
-
-    The function ago() of the page's script follows the same rule."""
+    """Return an age in words: "12 s ago". The function ago() of the script has the same rule."""
     if seconds < 1:
         return "now"
-    for unit, unit_s, limit_s in AGE_UNITS:
+    # Each unit with its length in seconds, and the age from which the next unit is used
+    for unit, unit_s, limit_s in (("s", 1, 90), ("min", MINUTE, 5400), ("h", HOUR, 129600)):
         if seconds < limit_s:
             return "%d %s ago" % (seconds // unit_s, unit)
     return "%d d ago" % (seconds // DAY)
@@ -10984,18 +10747,9 @@ def minute_text(wall):
 
 
 def time_tag(then, wall):
-    """Return a <time> element that says how long ago `then` was.
-
-    `then` is a past time and `wall` the present time, both in seconds since 1970."""
+    """Return a <time> element that says how long ago `then` was; `wall` is the present time."""
     return fill_template('<time datetime="$exact" title="$exact">$age</time>',
                          exact=iso_time(then), age=age_text(wall - then))
-
-
-def mode_text(server):
-    """Return the name that players use for a server's mode, such as "tournament"."""
-    if server.game in QUAKE3_MODE_GAMES:
-        return QUAKE3_MODES.get(server.mode, server.mode)
-    return server.mode
 
 
 def server_link(server, path="/server"):
@@ -11006,7 +10760,7 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the badges that apply to a server, as Html. Most servers have none."""
+    """Return the badges that apply to a server. Most servers have none."""
     has_badge = {
         "official": server.official,
         "unconfirmed": not server.confirmed,
@@ -11020,6 +10774,29 @@ def render_badges(server):
         if has_badge[badge]:
             pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
     return Html("".join(pieces))
+
+
+def render_sparkline(counts):
+    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+
+    `counts` has None for an hour in which the server was away. Without any other, return ""."""
+    present_counts = without_gaps(counts)
+    if not present_counts:
+        return Html("")
+    # The full height stands for at least 4 players, because two must not look like a crowd
+    scale = max(4, *present_counts)
+    bars = []
+    for count in counts:
+        # y is 0 at the top. An hour in which the server was away has no height, an hour without
+        # players is one step high
+        top = 9 if count is None else 8 - round(8 * count / scale)
+        bars.append("V%dh1" % top)          # up or down to the hour's height, then one step right
+    return Html(SPARKLINE % "".join(bars))
+
+
+def without_gaps(counts):
+    """Return the player counts without the None that stands where the server was away."""
+    return [count for count in counts if count is not None]
 
 
 def number_text(number):
@@ -11038,12 +10815,8 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
     `title` says what the page is about; it is empty for the list of all games. If a link to
     the page is posted in a chat, the preview shows the sentence `about` and leads to `path`. Either
-    may be "". `values` are the values that the template needs beside $title, $head and $foot."""
-    full_title = context.title
-    if title and context.title:
-        full_title = "%s · %s" % (title, context.title)
-    elif title:
-        full_title = title
+    may be "". `values` are those that the template needs beside $title, $head and $foot."""
+    full_title = " · ".join(filter(None, [title, context.title]))
     link = ""
     if context.url and path:
         link = fill_template(HEAD_LINK, url=context.url + path)
@@ -11069,52 +10842,13 @@ def render_tab(link, text, is_current, count=""):
 
 # --- The list page -------------------------------------------------------------------------------
 
-class ListPage(NamedTuple):
-    """The contents of the list page."""
-
-    list_filter: ListFilter
-    servers: Sequence[Server]       # all that match the filter
-    rows: Html                      # render_rows() of the first of them
-    counts: Mapping[str, int]       # the number of servers of each game that has any
-    countries: Mapping[str, int]    # the number of the game's servers in each country that has any
-    # The (game, reader, line) tuples from contact_lines(), shown if no server is listed
-    contacts: Sequence[Tuple[str, str, str]]
-    spark: Html                     # the sparkline of all players together
-
-
-def render_list_page(context, contents):
-    """Return the list page with the contents of a ListPage, as UTF-8 bytes."""
-    list_filter = contents.list_filter
-    game = list_filter.game
-    search = fill_template(
-        SEARCH,
-        game=game,
-        name=list_filter.name,
-        players_min=list_filter.players_min or "",
-        countries=render_country_choice(contents))
-    return render_page(
-        context,
-        context.games.get(game),
-        context.template,
-        about=list_summary(contents.servers),
-        path="/?game=" + game if game else "/",
-        intro=fill_template("<p>$text</p>\n", text=context.intro),
-        totals=render_totals(contents),
-        tabs=render_game_tabs(context, contents.counts, game),
-        search=search,
-        table=render_table(contents))
-
-
 def list_summary(servers):
-    """Return a summary of a list of servers, for chats that show a preview of the link to the list.
-
-    It has the number of players and names the first servers that have players."""
+    """Return what a chat shows of the link to a list: its totals, and who has players."""
     played = [server for server in servers if server.players]
-    players = total_players_text(servers)
-    server_count = count_text(len(servers), "server")
-    summary = "%s on %d of %s" % (players, len(played), server_count)
+    summary = "%s on %d of %s" % (
+        total_players_text(servers), len(played), count_text(len(servers), "server"))
     previews = []
-    for server in played[:PREVIEW_NAMES]:
+    for server in played[:5]:               # more than a chat shows
         name = server.name or endpoint_text(server.address, server.port)
         previews.append("%s %d" % (name, server.players))
     if previews:
@@ -11124,18 +10858,14 @@ def list_summary(servers):
 
 def total_players_text(servers):
     """Return the number of players on all these servers together: "312 players"."""
-    total = sum([server.players for server in servers])
-    return count_text(total, "player")
+    return count_text(sum([server.players for server in servers]), "player")
 
 
-def render_totals(contents):
-    """Return the line of a ListPage that says "312 players on 87 servers", with bold numbers."""
-    players = total_players_text(contents.servers)
-    server_count = count_text(len(contents.servers), "server")
-    bold_players = re.sub("^([0-9,]+)", r"<b>\1</b>", players)
-    bold_server_count = re.sub("^([0-9,]+)", r"<b>\1</b>", server_count)
-    totals = "%s on %s" % (bold_players, bold_server_count)
-    return fill_template(TOTALS, spark=contents.spark, totals=Html(totals))
+def render_totals(servers, spark):
+    """Return the line that says "312 players on 87 servers", after a sparkline."""
+    totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
+    return fill_template(TOTALS, spark=spark, totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -11144,27 +10874,24 @@ def render_game_tabs(context, counts, chosen_game):
     `counts` maps games to their numbers of servers. `chosen_game` is the current tab, or "" for the
     tab of all games. A chosen game gets a tab even if it has no servers. If fewer than two games
     would have a tab, nobody needs a choice, and there are no tabs."""
-    tab_games = []
-    for game in context.games:
+    total = number_text(sum(counts.values()))
+    tabs = [render_tab("/", "All games", chosen_game == "", total)]
+    for game, title in context.games.items():
         if game in counts or game == chosen_game:
-            tab_games.append(game)
-    if len(tab_games) < 2:
-        return fill_template(TABS, tabs="")
-    total = sum(counts.values())
-    tabs = [render_tab("/", "All games", chosen_game == "", number_text(total))]
-    for game in tab_games:
-        link = "/?game=" + urllib.parse.quote(game)
-        count = number_text(counts.get(game, 0))
-        tabs.append(render_tab(link, context.games[game], game == chosen_game, count))
-    return fill_template(TABS, tabs=tabs)
+            link = "/?game=" + urllib.parse.quote(game)
+            count = number_text(counts.get(game, 0))
+            tabs.append(render_tab(link, title, game == chosen_game, count))
+    return fill_template(TABS, tabs=tabs if len(tabs) > 2 else "")
 
 
-def render_country_choice(contents):
-    """Return the choice of countries for the search form of a ListPage, sorted by their names.
+def render_search(list_filter, country_counts):
+    """Return the search form with the values of a ListFilter.
 
-    It is hidden if no country is known. A chosen country is offered even if it has no servers."""
-    chosen = contents.list_filter.countries
-    counts = {**dict.fromkeys(chosen, 0), **contents.countries}
+    `country_counts` has the number of servers in each country that has any. The choice of countries
+    is sorted by their names, and hidden if none is known. A chosen one is offered even without
+    servers."""
+    chosen = list_filter.countries
+    counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
     for code in sorted(counts, key=country_name):
         boxes.append(fill_template(
@@ -11173,76 +10900,58 @@ def render_country_choice(contents):
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
             count=number_text(counts[code])))
-    hidden = "" if boxes else Html(" hidden")
-    summary = country_summary(chosen)
-    return fill_template(COUNTRY_CHOICE, boxes=boxes, hidden=hidden, summary=summary)
+    # The function checkCountries() of the script has the same rule
+    summary = "Countries"
+    if len(chosen) > 3:                     # more codes have no room on a phone
+        summary = "Countries: %d" % len(chosen)
+    elif chosen:
+        summary = "Countries: " + ", ".join(chosen).upper()
+    return fill_template(
+        SEARCH,
+        game=list_filter.game,
+        name=list_filter.name,
+        players_min=list_filter.players_min or "",
+        hidden="" if boxes else Html(" hidden"),
+        summary=summary,
+        boxes=boxes)
 
 
-def country_summary(chosen):
-    """Return what stands on the closed choice of countries, of which these codes are chosen.
-
-    The function checkCountries() of the page's script follows the same rule."""
-    if not chosen:
-        return "Countries"
-    if len(chosen) > COUNTRY_CODES_SHOWN:
-        return "Countries: %d" % len(chosen)
-    return "Countries: " + ", ".join(chosen).upper()
-
-
-def render_table(contents):
-    """Return the table of a ListPage.
+def render_table(list_filter, total, rows, has_countries, contacts):
+    """Return the table with these rows, the first of `total` servers that pass a ListFilter.
 
     Without rows, the line above it says that the search has found nothing, or hints below it say
-    how to get servers into the list."""
-    list_filter = contents.list_filter
-    total = len(contents.servers)
-    is_search = bool(list_filter.name or list_filter.players_min or list_filter.countries)
-    status = list_status(total, is_search)
+    how to get servers into the list: the `contacts`, as from contact_lines()."""
+    status = empty = ""
     classes = []
     if list_filter.game:
         classes.append("one-game")
-    if not contents.countries:
+    if not has_countries:
         classes.append("no-country")
     state = ' class="%s"' % " ".join(classes) if classes else ""
-    empty = ""
-    if not status:
+    servers = count_text(total, "server")
+    if total > PAGE_ROWS:
+        limit = number_text(PAGE_ROWS)
+        status = "The first %s of %s. Search by name to find the others." % (limit, servers)
+    elif total:
+        status = servers
+    elif list_filter.name or list_filter.players_min or list_filter.countries:
+        status = "No server matches."
+    else:
         # The hints are left out of a page that has servers. Hiding them by the style sheet would
         # not do, because text browsers show hidden elements too
         state += " hidden"
-        empty = render_contacts(contents.contacts, list_filter.game)
+        hints = []
+        for game, reader, line in contacts:
+            if list_filter.game in ("", game):
+                hints.append(fill_template(HINT, reader=reader, line=line))
+        empty = fill_template(EMPTY, hint=hints)
     return fill_template(
         TABLE,
         status=status,
         total=total,
-        rows=contents.rows,
+        rows=rows,
         state=Html(state),
         empty=empty)
-
-
-def list_status(total, is_search):
-    """Return the line above a list of `total` servers.
-
-    `is_search` says whether the list is the result of a search. An empty list that is not has no
-    line: return ""."""
-    servers = count_text(total, "server")
-    if total > PAGE_ROWS:
-        limit = number_text(PAGE_ROWS)
-        return "The first %s of %s. Search by name to find the others." % (limit, servers)
-    if total:
-        return servers
-    return "No server matches." if is_search else ""
-
-
-def render_contacts(contacts, game):
-    """Return hints on how to get servers of a game into the list; if `game` is "", of all games.
-
-    `contacts` has (game, reader, line) tuples: `reader` says whom the hint is for, such as "AIO
-    servers", and `line` is the line that belongs in their settings."""
-    hints = []
-    for contact_game, reader, line in contacts:
-        if game in ("", contact_game):
-            hints.append(fill_template(HINT, reader=reader, line=line))
-    return fill_template(EMPTY, hint=hints)
 
 
 def render_rows(context, servers, hourly_players, epoch, wall):
@@ -11276,71 +10985,36 @@ def render_server_row(server, spark, title):
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    game = urllib.parse.quote(server.game)
-    address = urllib.parse.quote(server.address)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
+    limit = server.max_players
+    row_class = ""
+    if not server.players:
+        row_class = ' class="empty"'
+    elif server.players >= limit > 0:
+        row_class = ' class="full"'
+    meter = ""
+    if limit:                               # with a thin bar that shows how full the server is
+        meter = f'/{limit}<meter aria-hidden="true" max="{limit}" value="{server.players}"></meter>'
     before_seen = (
-        f'<tr role="row"{row_class_attribute(server)}>'
-        f'<td role="cell"><a href="/server?game={game}&amp;address={address}'
-        f'&amp;port={server.port}"><bdi>{name}</bdi></a>{render_badges(server)}'
+        f'<tr role="row"{row_class}>'
+        f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
+        f'{render_badges(server)}'
         f'<td role="cell">{escape(title)}'
         f'<td role="cell">{escape(mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
-        f'<td role="cell"><span><b>{server.players}</b>{render_meter(server)}</span>{spark}'
+        f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
         f'<td role="cell">{escape(server.version)}'
         '<td role="cell"')
-    if server.game == "iceball":
-        endpoint = '<a href="iceball://%s" title="Start the game">%s</a>' % (endpoint, endpoint)
     country = ""
     if server.country:
         country = '<abbr title="%s">%s</abbr>' % (
             country_name(server.country), server.country.upper())
+    if server.game in PLAY_LINKS:
+        link = PLAY_LINKS[server.game] % endpoint
+        endpoint = f'<a href="{link}" title="Start the game">{endpoint}</a>'
     after_seen = f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>\n'
     return before_seen, after_seen
-
-
-def row_class_attribute(server):
-    """Return the class attribute for the row of an empty or a full server, "" for any other."""
-    if not server.players:
-        return ' class="empty"'
-    if server.players >= server.max_players > 0:
-        return ' class="full"'
-    return ""
-
-
-def render_meter(server):
-    """Return a server's maximum of players with a thin bar that shows how full the server is.
-
-    Return "" if the server has not announced a maximum."""
-    limit = server.max_players
-    if not limit:
-        return ""
-    return METER % (limit, limit, server.players)
-
-
-def render_sparkline(counts):
-    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
-
-    `counts` has None for an hour in which the server was away. If it was away all the time, return
-    empty Html."""
-    present_counts = without_gaps(counts)
-    if not present_counts:
-        return Html("")
-    scale = max(SPARK_MIN_PLAYERS, *present_counts)
-    tops = []
-    for count in counts:
-        if count is None:
-            top = SPARK_GROUND_Y
-        else:
-            top = SPARK_EMPTY_Y - round(SPARK_EMPTY_Y * count / scale)
-        tops.append("V%dh1" % top)
-    return Html(SPARKLINE % "".join(tops))
-
-
-def without_gaps(counts):
-    """Return the player counts without the None that stands where the server was away."""
-    return [count for count in counts if count is not None]
 
 
 # --- The page of one server ----------------------------------------------------------------------
@@ -11348,163 +11022,100 @@ def without_gaps(counts):
 # Details that a server's page does not show. Players do not need the gamename, because only
 # programs use it in queries. The two others occur only in records that older versions have stored
 HIDDEN_DETAILS = "gamename", "tag", "players_online"
-DESCRIPTION = "Description"
 
 
-class ServerPage(NamedTuple):
-    """The contents of the page of one server."""
+def render_server_page(context, server, is_listed, history, base, wall):
+    """Return the page of one server as UTF-8 bytes.
 
-    server: Server                  # its times are those of the wall clock
-    is_listed: bool                 # False: only its name and its times are known
-    series: Optional[Series]        # its player counts; None if no history is kept
-    span: str                       # the span of the series, a key of SPANS
-    base: str                       # the scheme and host at which other sites reach this page
-
-
-def render_server_page(context, contents, wall):
-    """Return the page of one server, with the contents of a ServerPage, as UTF-8 bytes.
-
-    `wall` is the present time in seconds since 1970."""
-    server = contents.server
+    Its times, and the present time `wall`, are in seconds since 1970. If it is not listed, only its
+    name and its times are known. `history` is a key of SPANS and the Series of the server's player
+    counts, None if no history is kept. `base` is the scheme and host at which other sites reach
+    this page."""
+    span, series = history
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    lead = render_lead(context, contents, wall)
-    badges = play = ""
-    if contents.is_listed:
+    badges = play = players_chart = ""
+    if is_listed:
+        texts = [context.game_title(server.game), mode_text(server), server.map]
+        pieces = []
+        for text in filter(None, texts):
+            # Each may be written from right to left
+            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
+        lead = Html(" · ".join(pieces))
+        players = count_text(server.players, "player")
+        about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
-        if server.game == "iceball":
-            play = fill_template(PLAY, address=address)
-    facts = []
-    for fact_name, value in page_facts(context, contents, wall):
+        if server.game in PLAY_LINKS:
+            play = fill_template(PLAY, link=PLAY_LINKS[server.game] % address)
+    else:
+        seen = time_tag(server.last_seen, wall)
+        lead = fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+        about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
+    facts = [
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
+    ]
+    if is_listed:
+        facts += server_facts(server)
+    if series:
+        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+        tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
+                for choice in SPANS]
+        players_chart = fill_template(HISTORY, tabs=tabs, chart=render_chart(series, wall))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
+    fact_pieces = []
+    for fact, value in facts:
         if value:
-            facts.append(render_fact(fact_name, value))
+            # Descriptions are long, so they take the whole width
+            width = Html(' class="wide"') if fact == "Description" else ""
+            fact_pieces.append(fill_template(FACT, width=width, name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
         name=name,
         badges=badges,
         lead=lead,
         play=play,
-        history=render_history(contents, wall),
+        history=players_chart,
         link=link,
         image=server_link(server, "/banner.svg"),
-        base=contents.base,
+        base=base,
         address=address,
-        facts=facts)
-    about = server_summary(contents, lead)
+        facts=fact_pieces)
     return render_page(context, name, about=about, path=link, main=main)
-
-
-def render_lead(context, contents, wall):
-    """Return the line below the server's name on a ServerPage.
-
-    It names the game, the mode and the map, each in a <bdi> element, because each may be written
-    from right to left. For a server that is not listed, it says when the server was last seen."""
-    server = contents.server
-    if not contents.is_listed:
-        seen = time_tag(server.last_seen, wall)
-        return fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
-    pieces = []
-    for text in (context.game_title(server.game), mode_text(server), server.map):
-        if text:
-            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
-    return Html(" · ".join(pieces))
-
-
-def server_summary(contents, lead):
-    """Return a summary of a ServerPage, for chats that show a preview of the link to the page.
-
-    It has the number of players, if the server is listed, and then `lead`, the line below the
-    server's name, without HTML tags and without the link at its end."""
-    lead_without_link, _, _ = lead.partition("<a ")
-    summary = re.sub("<.+?>", "", lead_without_link)
-    if contents.is_listed:
-        summary = "%s · %s" % (count_text(contents.server.players, "player"), summary)
-    return Html(summary)
-
-
-def render_history(contents, wall):
-    """Return the player chart of a ServerPage and the tabs that choose its span.
-
-    Return "" if no history is kept."""
-    if not contents.series:
-        return ""
-    link = server_link(contents.server)
-    tabs = []
-    for span in SPANS:
-        span_link = link + "&span=" + span
-        is_current = span == contents.span
-        tabs.append(render_tab(span_link, span.capitalize(), is_current))
-    chart = render_chart(contents.series, wall)
-    return fill_template(HISTORY, chart=chart, tabs=tabs)
-
-
-def page_facts(context, contents, wall):
-    """Return the facts of a ServerPage as (name, value) pairs.
-
-    A value may be empty; the page leaves out such a fact. A server that is not listed has only a
-    few facts, because the history keeps no others."""
-    server = contents.server
-    address = endpoint_text(server.address, server.port)
-    facts = [
-        ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
-    ]
-    if contents.is_listed:
-        facts += server_facts(server)
-    if contents.series:
-        name = "Uptime, past " + contents.span
-        facts.append((name, uptime_text(contents.series, server.first_seen)))
-    facts.append(("First seen", time_tag(server.first_seen, wall)))
-    facts.append(("Last seen", time_tag(server.last_seen, wall)))
-    return facts
 
 
 def server_facts(server):
     """Return the facts that only a listed server has, as (name, value) pairs.
 
     A value is empty if the server has not announced it."""
-    ping = ""
-    if server.ping_ms:
-        ping = "%.0f ms" % server.ping_ms
+    players = str(server.players)
+    if server.max_players:
+        players += " of %d" % server.max_players
+    if server.playing is not None:
+        players += ", %d of them playing" % server.playing
     facts = [
-        ("Players", players_text(server)),
+        ("Players", players),
         ("Mode", mode_text(server)),
         ("Map", server.map),
         ("Version", server.version),
         ("Country", country_name(server.country)),
-        (DESCRIPTION, server.description),
-        ("Ping from this master", ping),
+        ("Description", server.description),
+        ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
         ("Verified", VERIFIED[server.verified]),
         ("Found at", server.found_at),
     ]
     for key, value in server.details.items():
         if key not in HIDDEN_DETAILS:
-            name = key.replace("_", " ").capitalize()
-            facts.append((name, value))
-    facts.append(("Addresses", ", ".join(server.ddnet_registration.get("addresses", ()))))
-    facts.append(("Players online", ", ".join(player_names(server))))
+            facts.append((key.replace("_", " ").capitalize(), value))
+    game_facts = GAME_FACTS.get(server.game)
+    if game_facts:
+        facts += game_facts(server)
+    player_names = PLAYER_NAMES.get(server.game)
+    if player_names:
+        facts.append(("Players online", ", ".join(player_names(server))))
     return facts
-
-
-def player_names(server):
-    """Return the names of those who are on a Luanti or DDNet server. For other games the list is
-    empty."""
-    if server.ddnet_registration:
-        return ddnet_player_names(server.ddnet_registration)
-    return server.luanti_announcement.get("clients_list", [])
-
-
-def players_text(server):
-    """Return the number of players of a server as text: "3 of 32, 2 of them playing".
-
-    A maximum of 0 and a `playing` of None are unknown, and then left out."""
-    text = str(server.players)
-    if server.max_players:
-        text += " of %d" % server.max_players
-    if server.playing is not None:
-        text += ", %d of them playing" % server.playing
-    return text
 
 
 def uptime_text(series, first_seen):
@@ -11521,14 +11132,6 @@ def uptime_text(series, first_seen):
     return "%.4g %% of the time" % (permille / 10)
 
 
-def render_fact(name, value):
-    """Return one fact of a server as Html. Descriptions are long, so they take the whole width."""
-    width = ""
-    if name == DESCRIPTION:
-        width = Html(' class="wide"')
-    return fill_template(FACT, width=width, name=name, value=value)
-
-
 # --- The pages for checks and errors -------------------------------------------------------------
 
 def render_check_page(context, address, port, findings, listed, wall):
@@ -11541,6 +11144,16 @@ def render_check_page(context, address, port, findings, listed, wall):
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
         verdict = "Listed now: " + count_text(len(listed), "server")
+    listed_pieces = []
+    for server in listed:
+        server_endpoint = endpoint_text(server.address, server.port)
+        listed_pieces.append(fill_template(
+            LISTED_SERVER,
+            link=server_link(server),
+            name=server.name or server_endpoint,
+            badges=render_badges(server),
+            address=server_endpoint,
+            seen=time_tag(server.last_seen, wall)))
     if findings:
         finding_list = fill_template(FINDING_LIST, items=findings)
     else:
@@ -11550,23 +11163,9 @@ def render_check_page(context, address, port, findings, listed, wall):
         address=address,
         port=port or "",
         verdict=verdict,
-        listed=[render_listed_server(server, wall) for server in listed],
+        listed=listed_pieces,
         findings=finding_list)
     return render_page(context, "Is my server listed?", main=main)
-
-
-def render_listed_server(server, wall):
-    """Return the line about one listed server on /check.
-
-    The server's times, and the present time `wall`, are in seconds since 1970."""
-    address = endpoint_text(server.address, server.port)
-    return fill_template(
-        LISTED_SERVER,
-        link=server_link(server),
-        name=server.name or address,
-        badges=render_badges(server),
-        address=address,
-        seen=time_tag(server.last_seen, wall))
 
 
 def render_error_page(context, status, reason, hint):
@@ -11580,11 +11179,19 @@ def render_error_page(context, status, reason, hint):
 
 # --- The chart of a server's players -------------------------------------------------------------
 
+# The plot takes the chart's width from 6 % to 92 %, which leaves margins for numbers at both sides,
+# and its height from 14 % to 86 %, which leaves space for the label of the peak above and for times
+# below. The browser stretches the plot, while the text around it keeps its size
 CHART = """\
 <figure>
 <svg class="chart" role="img" aria-labelledby="chart-title">\
 <title id="chart-title">Players from $start to $end</title>
-$marks
+$axes<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" \
+preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
+<circle cx="$peak_x" cy="$peak_y" r="3"/>\
+<text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
+<text class="label latest$long" x="$latest_x" y="$latest_y" dx="6" dy="5">$latest</text>
+
 </svg>
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
@@ -11600,18 +11207,6 @@ TIME_MARK = """\
 <line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
 <text class="middle$minor" x="$x" y="95%">$text</text>
 """
-CURVES = """\
-<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" preserveAspectRatio="none">\
-<path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
-"""
-PEAK_DOT = """\
-<circle cx="$x" cy="$y" r="3"/>"""
-PEAK_MARK = """\
-<text class="label middle" x="$x" y="$y" dy="-9">peak $text</text>
-"""
-LATEST_MARK = """\
-<text class="label latest$long" x="$x" y="$y" dx="6" dy="5">$text</text>
-"""
 
 # The strftime() format of a tick on the first of a month
 MONTH_FORMAT = "%b"
@@ -11626,206 +11221,134 @@ TIME_STEPS = (
 )
 
 
-class ChartBar(NamedTuple):
-    """The player counts of one sample of a Series, or of several consecutive samples together."""
-
-    start: int                      # the index of the first sample
-    mean: float
-    peak: float
-
-
 def render_chart(series, wall):
     """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    The browser stretches the plot to the available width, while the text around it keeps its size.
     `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
     count = len(series.means)
-    width = math.ceil(count / CHART_POINTS)
-    bars = chart_bars(series, width)
+    # At most one point for each day of a year, or about one per pixel of a phone's width
+    width = math.ceil(count / 366)
+    bars = []
+    for start in range(0, count, width):
+        # A sample is None if the server was away
+        means = without_gaps(series.means[start:start + width])
+        peaks = without_gaps(series.peaks[start:start + width])
+        if means:
+            bars.append((start, sum(means) / len(means), max(peaks)))
     if not bars:
         return Html(NO_HISTORY)
-    *_, latest_bar = bars
-    latest_index = last_index(series.means)
-    latest_text = mean_text(latest_bar.mean)
-    peak = max(bar.peak for bar in bars)
+    peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
-    peak_text = number_text(round(peak, 1))
-    end = series.start + count * series.step
-    ticks = value_ticks(peak)
-    top = max(ticks)
-    marks = [
-        *render_axes(ticks, series.start, end),
-        render_curves(bars, width, count, top),
-        *render_peak(peak_index / count, peak / top, peak_text),
-        render_latest(latest_index / count, latest_bar.mean / top, latest_text),
-    ]
-    peak_at = series.start + peak_index * series.step
+    peak_share = peak_index / count
+    *_, (_, latest_mean, _) = bars
+    latest_index = max(index for index, mean in enumerate(series.means) if mean is not None)
+    latest = format(round(latest_mean, 1 if latest_mean < 10 else None), ",g")
     latest_at = series.start + (latest_index + 1) * series.step
+    end = series.start + count * series.step
+    top, value_axis = render_value_axis(peak)
+    line, area = chart_paths(bars, width, top)
     return fill_template(
         CHART,
         start=minute_text(series.start),
         end=minute_text(end),
-        marks=marks,
-        peak=peak_text,
-        peak_time=minute_text(peak_at),
-        latest=latest_text,
-        latest_time=time_tag(min(wall, latest_at), wall))
+        axes=value_axis + render_time_axis(series.start, end),
+        points=count,
+        line=line,
+        area=area,
+        peak=number_text(round(peak, 1)),
+        peak_time=minute_text(series.start + peak_index * series.step),
+        peak_x=chart_x(peak_share),
+        peak_y=chart_y(peak / top),
+        peak_label_x=chart_x(min(max(peak_share, .04), .96)),       # so that it stays on the page
+        latest=latest,
+        latest_time=time_tag(min(wall, latest_at), wall),
+        latest_x=chart_x(latest_index / count),
+        latest_y=chart_y(latest_mean / top),
+        long=" long" if len(latest) > 2 else "")        # see the style sheet
 
 
-def chart_bars(series, width):
-    """Return a list with one ChartBar for each group of `width` consecutive samples of a Series.
-
-    A sample is None if the server was away. A group that has no other samples gets no bar."""
-    bars = []
-    for start in range(0, len(series.means), width):
-        end = start + width
-        means = without_gaps(series.means[start:end])
-        peaks = without_gaps(series.peaks[start:end])
-        if means:
-            mean = sum(means) / len(means)
-            bars.append(ChartBar(start, mean, max(peaks)))
-    return bars
+def chart_x(share):
+    """Return the position in a chart of a point of the plot; `share` is 0 at the left, up to 1."""
+    return "%.5g%%" % (6 + 86 * share)
 
 
-def last_index(counts):
-    """Return the index of the last count that is not None. There must be at least one."""
-    index = len(counts) - 1
-    while counts[index] is None:
-        index -= 1
-    return index
+def chart_y(share):
+    """Return the position in a chart of a point of the plot; `share` is 0 at the bottom."""
+    return "%.4g%%" % (86 - 72 * share)
 
 
-def mean_text(mean):
-    """Return a mean number of players as text. A number below 10 has one decimal."""
-    digits = 1 if mean < 10 else None
-    return format(round(mean, digits), ",g")
+def render_value_axis(peak):
+    """Return the number of players at the top of a plot, and its gridlines with their numbers.
 
-
-def value_ticks(top):
-    """Return the numbers at the axis of players: the multiples of a step, from 0 to at least `top`.
-
-    The step is the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most CHART_GRIDLINES
-    numbers above 0."""
-    highest_count = max(1, math.ceil(top))
+    They are multiples of the smallest of 1, 2, 5, 10, 20, 50 and so on that leads to at most four
+    gridlines above 0, so that nobody has to count them."""
+    highest_count = max(1, math.ceil(peak))
     power_of_ten = 1
-    while True:
-        for factor in (1, 2, 5):
-            step = factor * power_of_ten
-            if step * CHART_GRIDLINES >= highest_count:
-                return list(range(0, highest_count + step, step))
+    while 20 * power_of_ten < highest_count:
         power_of_ten *= 10
-
-
-def render_axes(ticks, start, end):
-    """Return the two axes of a chart, with gridlines, as a list of Html.
-
-    `ticks` are the numbers of players at which a line is drawn, from 0 upwards. The time axis goes
-    from `start` to `end`, in seconds since 1970."""
+    step = min(factor * power_of_ten for factor in (1, 2, 5)
+               if 4 * factor * power_of_ten >= highest_count)
+    ticks = range(0, highest_count + step, step)
     top = max(ticks)
-    long_class = ""
-    if top > 999:                   # on a phone the style sheet moves them out of the narrow margin
-        long_class = " long"
     marks = []
     for tick in ticks:
-        kind = "grid" if tick else "axis"
-        marks.append(place_mark(
-            VALUE_MARK, 0, tick / top, text=number_text(tick), long=long_class, kind=kind))
-    for index, (tick, text) in enumerate(time_ticks(start, end)):
-        # On a phone the style sheet hides every other text
-        minor_class = " minor" if index % 2 else ""
-        x = (tick - start) / (end - start)
-        marks.append(place_mark(TIME_MARK, x, 0, text=text, minor=minor_class))
+        marks.append(fill_template(
+            VALUE_MARK,
+            y=chart_y(tick / top),
+            text=number_text(tick),
+            long=" long" if top > 999 else "",          # see the style sheet
+            kind="grid" if tick else "axis"))
+    return top, marks
+
+
+def render_time_axis(start, end):
+    """Return the marks of the time axis at round times, some hours or a month apart.
+
+    `start` and `end` are in seconds since 1970."""
+    for longest_days, step, text_format in TIME_STEPS:
+        if end - start <= longest_days * DAY:
+            break
+    marks = []
+    for tick in range(math.ceil(start / step) * step, math.floor(end) + 1, step):
+        tick_datetime = utc_datetime(tick)
+        # Months differ in length, so the step is a day, and only the first of a month has a mark
+        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+            continue
+        marks.append(fill_template(
+            TIME_MARK,
+            x=chart_x((tick - start) / (end - start)),
+            text=tick_datetime.strftime(text_format),
+            minor=" minor" if len(marks) % 2 else ""))  # a phone shows every other text
     return marks
 
 
-def time_ticks(start, end):
-    """Return the ticks of the time axis as a list of (time, text), at round times.
+def chart_paths(bars, width, top):
+    """Return the SVG paths of the line of the means and of the area of the peaks.
 
-    All times are in seconds since 1970. TIME_STEPS says how far apart the ticks are: some hours for
-    the chart of a day, a month for the chart of a year."""
-    step, text_format = time_step(end - start)
-    first_tick = math.ceil(start / step) * step
-    last_tick = math.floor(end)
-    ticks = []
-    for tick in range(first_tick, last_tick + 1, step):
-        tick_datetime = utc_datetime(tick)
-        # Months differ in length, so the step is a day, and only the first of a month has a tick
-        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
-            continue
-        ticks.append((tick, tick_datetime.strftime(text_format)))
-    return ticks
-
-
-def time_step(span_s):
-    """Look up the row of TIME_STEPS for a span in seconds.
-
-    Return the seconds from tick to tick and the strftime() format of a tick's text."""
-    for longest_days, step, text_format in TIME_STEPS:
-        if span_s <= longest_days * DAY:
-            return step, text_format
-    raise ValueError("a span of %d s is longer than the longest of the SPANS" % span_s)
-
-
-def place_mark(template, x, y, **values):
-    """Fill a template with these values and with the position of a point of the plot, in percent.
-
-    `x` and `y` go from 0 to 1, from left to right and upwards. The plot takes the chart's width
-    from 6 % to 92 %, which leaves margins for numbers at both sides, and its height from 14 % to
-    86 %, which leaves space for the label of the peak above and for times below."""
-    left = "%.5g%%" % (6 + 86 * x)
-    top = "%.4g%%" % (86 - 72 * y)
-    return fill_template(template, x=left, y=top, **values)
-
-
-def render_curves(bars, width, count, top):
-    """Draw the means of a list of ChartBar as a line, and their peaks as a filled area.
-
-    Each bar stands for `width` samples, the whole plot for `count` samples. The height of the plot
-    stands for `top` players."""
+    Each bar is (index of its first sample, mean, peak) of `width` samples. The height of the plot,
+    100, stands for `top` players."""
     line = []
     area = []
     next_start = -1
     for start, mean, peak in bars:
-        mean_y = 100 - 100 * mean / top
-        peak_y = 100 - 100 * peak / top
         # Where samples are missing, the pen moves (M) to the next point instead of drawing (L)
         command = "L" if start == next_start else "M"
         # Without the tiny step to the right a point that stands alone would not be visible
-        line.append("%s%d %.4gh.01" % (command, start, mean_y))
-        area.append("M%d 100V%.4gh%dV100" % (start, peak_y, width))
+        line.append("%s%d %.4gh.01" % (command, start, 100 - 100 * mean / top))
+        area.append("M%d 100V%.4gh%dV100" % (start, 100 - 100 * peak / top, width))
         next_start = start + width
-    return fill_template(CURVES, points=count, area="".join(area), line="".join(line))
-
-
-def render_peak(x, y, text):
-    """Return a dot at the highest peak and its label, as a list of Html.
-
-    `x` and `y` are the position of the peak in the plot, from 0 to 1 each."""
-    label_x = min(max(x, .04), .96)             # so that the label stays within the page
-    return [
-        place_mark(PEAK_DOT, x, y),
-        place_mark(PEAK_MARK, label_x, y, text=text),
-    ]
-
-
-def render_latest(x, y, text):
-    """Return the label at the end of the line. Its text is the latest number of players.
-
-    `x` and `y` are the position of the line's end in the plot, from 0 to 1 each."""
-    long_class = ""
-    if len(text) > 2:               # on a phone the style sheet moves it out of the narrow margin
-        long_class = " long"
-    return place_mark(LATEST_MARK, x, y, text=text, long=long_class)
+    return "".join(line), "".join(area)
 
 
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats its response, but reads
-# and writes bytes in memory instead of a socket. One function for each route makes the response.
-# Every response carries `Length` beside `Content-Length`, because the Iceball client exits without
-# it. Lists are cached until the next tick. Whole responses are cached too, by the bytes of their
-# requests, so most requests cost one look-up.
+# The page and the lists over HTTP. http.server parses a request and formats the head of its
+# response, but reads and writes bytes in memory instead of a socket. One function for each route
+# makes the response. Every response carries `Length` beside `Content-Length`, because the Iceball
+# client exits without it. A list is rendered at most once a second, and whoever asks for it gets
+# the same body. Whole responses are kept for a second by the bytes of their requests, so most
+# requests cost one look-up.
 # ================================================================================================
 
 GAME_TITLES = {
@@ -11846,7 +11369,6 @@ JSON_TYPE = "application/json; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
 XML_TYPE = "application/xml; charset=utf-8"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
@@ -11864,8 +11386,6 @@ BANNER_FIELDS = {
     "Cache-Control": "public, max-age=60",
     "Vary": "Accept-Encoding",
 }
-# A request with any other method is answered with 501
-METHODS_KNOWN = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 
 
 # DDNet's routes. The version in them is that of the registrations
@@ -11877,6 +11397,8 @@ DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
 DDNET_REGISTRATION_TOKENS = 2
 # The longest bodies, by route, where they are not HTTP_BODY_BYTES
 BODY_BYTES = {DDNET_REGISTER: DDNET_INFO_BYTES}
+# The generation of a list that is kept until the next tick, whether servers change or not
+NO_GENERATION = -1
 
 
 class HttpError(Exception):
@@ -11886,7 +11408,6 @@ class HttpError(Exception):
     are header fields of the response."""
 
     def __init__(self, status, hint, fields=NO_FIELDS):
-        """Take the HTTP status, the text for the client, and header fields by name."""
         super().__init__(hint)
         self.status = status
         self.fields = fields
@@ -11904,32 +11425,26 @@ class DiskNeeded(Exception):
 
 
 class HttpResponse:
-    """The response that a route function returns: the body, the status and header fields."""
+    """The response that a route function returns: the body, the status and header fields.
 
-    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS):
-        """Take the body as bytes, its media type, the HTTP status, and header fields by name.
+    The fields replace those of DEFAULT_FIELDS. A public response is the same for all clients:
+    browsers and proxies may keep it for CACHE_S seconds, and Web keeps it until the next tick."""
 
-        The given fields replace the default ones. By default a response may not be cached."""
+    def __init__(self, body, media_type=TEXT_TYPE, status=200, fields=NO_FIELDS, is_public=False):
         self.body = body
         self.status = status
+        self.is_public = is_public
         self.fields = {"Content-Type": media_type, "Cache-Control": "no-store", **fields}
+        if is_public:
+            digest = hashlib.blake2b(body, digest_size=8).hexdigest()
+            self.fields["ETag"] = 'W/"%s"' % digest
+            self.fields["Vary"] = "Accept-Encoding"
+            self.fields["Cache-Control"] = "public, max-age=%d" % CACHE_S
 
     @functools.cached_property
     def gzipped_body(self):
         """The body in gzip's format. It is compressed once, even if the response is sent often."""
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
-
-
-def public_response(body, media_type):
-    """Return a response that is the same for all clients.
-
-    Browsers and proxies may keep it for CACHE_S seconds; Web keeps it until the next tick."""
-    digest = hashlib.blake2b(body, digest_size=8).hexdigest()
-    return HttpResponse(body, media_type, fields={
-        "ETag": 'W/"%s"' % digest,
-        "Vary": "Accept-Encoding",
-        "Cache-Control": "public, max-age=%d" % CACHE_S,
-    })
 
 
 # --- One request ---------------------------------------------------------------------------------
@@ -11938,23 +11453,8 @@ def public_response(body, media_type):
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
-
-
-def head_end(data):
-    """Return the length of a request's head, or 0 if the head is not complete yet.
-
-    Raise HttpError if the data cannot be a request, or if the head is too long."""
-    line, _, _ = data.partition(b"\n")
-    if not line[:1].isalpha():
-        raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without TLS.")
-    if len(line) > HTTP_LINE_BYTES:
-        raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
-    match = HEAD_END.search(data)
-    end = match.end() if match else 0
-    head_bytes = end or len(data)
-    if head_bytes > HTTP_HEAD_BYTES:
-        raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
-    return end
+# A weight of 0 refuses a coding (RFC 9110, 12.4.2)
+GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
 class HttpRequest(http.server.BaseHTTPRequestHandler):
@@ -11963,10 +11463,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     now, address   the time of the request, and the client's address
     peer_address   that of the other end of the connection; if it is a proxy, not `address`
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
-    page, query    the path without its query, and the values of the query by name
-    route          a key of ROUTES, "other" for a path that has no route, "none" before parse()
+    page           the path without its query
+    route          the path of a route, "other" for a path that has no route, "none" before parse()
     body_bytes     the length of the body
-    status         the status of the response
+    announced      the game and the port that the request announces, for the record of a refusal
     disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
@@ -11974,22 +11474,25 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     headers = http.client.HTTPMessage()
     scheme = "http"
     page = "/"
-    query: Dict[str, str] = {}
+    query_text = ""
     route = "none"
-    body_bytes = status = 0
+    body = b""
+    body_bytes = 0
+    announced = "announce", 0
     disk_result: Any = None
 
     def __init__(self, head):
-        """Take the head: the request line, the header lines, and the empty line after them."""
-        self.head = head
-        self.body = b""
+        self.head = head        # the request line, the header lines, the empty line after them
         self.close_connection = True
-        self.wfile: Any = io.BytesIO()
 
     def parse(self):
         """Parse the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
-        self.check_header_lines(header_lines)
+        for line in header_lines.split(b"\n"):
+            if line in (b"", b"\r"):
+                break
+            if not HEADER_LINE.fullmatch(line):
+                raise HttpError(400, "A header line is not NAME: VALUE.")
         # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
         # them, so they are percent-encoded here
         self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
@@ -12000,35 +11503,14 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             raise HttpError(400, "Exactly one Host header is required.")
         if "close" in self.header("Connection").lower():        # Perl's clients say "TE, close"
             self.close_connection = True
-        if self.command not in METHODS_KNOWN:
+        if self.command not in "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split():
             raise HttpError(501, "The method %s is not known." % self.command[:32])
-        self.read_path()
-        self.read_length()
-
-    @staticmethod
-    def check_header_lines(header_lines):
-        """Raise HttpError if a line, up to the empty one at the end, is not NAME: VALUE."""
-        for line in header_lines.split(b"\n"):
-            if line in (b"", b"\r"):
-                return
-            if not HEADER_LINE.fullmatch(line):
-                raise HttpError(400, "A header line is not NAME: VALUE.")
-
-    def read_path(self):
-        """Set `page`, `route` and `query` from the path of the request line."""
         # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
         path = re.sub("^https?://[^/?]*", "", self.path)
-        page, _, query = path.partition("?")
-        if page:
-            self.page = page
+        page, _, self.query_text = path.partition("?")
+        self.page = page or "/"
         self.route = self.page if self.page in ROUTES else "other"
-        query_values: Dict[str, str] = {}
-        for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
-            if name == "country" and name in query_values:
-                # The boxes of a form have one name
-                value = "%s,%s" % (query_values[name], value)
-            query_values[name] = value
-        self.query = query_values
+        self.read_length()
 
     def read_length(self):
         """Set `body_bytes` from Content-Length.
@@ -12053,6 +11535,17 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         return ",".join(self.headers.get_all(name, []))
 
     @functools.cached_property
+    def query(self):
+        """The values of the query by name."""
+        values: Dict[str, str] = {}
+        for name, value in urllib.parse.parse_qsl(self.query_text, keep_blank_values=True):
+            if name == "country" and name in values:
+                # The boxes of a form have one name
+                value = "%s,%s" % (values[name], value)
+            values[name] = value
+        return values
+
+    @functools.cached_property
     def luanti_json(self):
         """The JSON in the form that a Luanti game server posts; b"" if the body is not such a form.
 
@@ -12067,105 +11560,90 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         value, _, _ = content.partition(b"\r\n--")
         return value
 
-    # http.server calls the next four methods. Its own ones write to a socket or to standard error
+    # http.server calls the next two methods. Its own ones write to a socket
 
     def handle_expect_100(self):
-        """Send nothing to a client that expects a "100 Continue": the Iceball client exits at it.
-
-        Return True, so that the request is read on."""
-        return True
+        return True             # without a "100 Continue": the Iceball client exits at it
 
     def send_error(self, code, message=None, explain=None):
-        """Raise an HttpError for the error that http.server has found in the request."""
         raise HttpError(code, "%s." % message)
 
-    def log_request(self, code="-", size="-"):
-        """Note the status of the response, which http.server passes here for a log."""
-        self.status = code
+    def respond(self, response, extra_fields):
+        """Return the status, the head and the body with which an HttpResponse answers this request.
 
-    def version_string(self):
-        """Return the value of the header field Server."""
-        return "masterserver/" + __version__
-
-    def encode(self, response, extra_fields=NO_FIELDS):
-        """Return the bytes of an HttpResponse to this request, with these further header fields.
-
-        A response to HEAD, or with status 304, has no body, but its head gives the body's
-        length."""
+        `extra_fields` are further header fields. A response to HEAD, or with status 304, has no
+        body, but its head gives the body's length."""
+        status = response.status
         body = response.body
-        fields = {**DEFAULT_FIELDS, **extra_fields, **response.fields}
-        takes_gzip = "gzip" in self.header("Accept-Encoding").lower()
-        if takes_gzip and GZIP_MIN_BYTES <= len(body) <= GZIP_MAX_BYTES:
-            body = response.gzipped_body
-            fields["Content-Encoding"] = "gzip"
+        fields = {
+            "Server": "masterserver/" + __version__,
+            "Date": self.date_time_string(),
+            **DEFAULT_FIELDS,
+            **extra_fields,
+            **response.fields,
+        }
+        if GZIP_MIN_BYTES <= len(body) <= GZIP_MAX_BYTES:
+            if GZIP_ACCEPTED.search(self.header("Accept-Encoding")):
+                body = response.gzipped_body
+                fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
         fields["Connection"] = "close" if self.close_connection else "keep-alive"
         if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
             fields["Access-Control-Allow-Origin"] = "*"
-        is_unchanged = "ETag" in fields and fields["ETag"] in self.header("If-None-Match")
+        if response.is_public and response.fields["ETag"] in self.header("If-None-Match"):
+            status = 304
+        if status == 304 or self.head.startswith(b"HEAD "):
+            body = b""
         self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
-        self.send_response(304 if is_unchanged else response.status)
+        self.wfile: Any = io.BytesIO()
+        self.send_response_only(status)
         for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
-        if not is_unchanged and not self.head.startswith(b"HEAD "):
-            self.wfile.write(body)
-        return self.wfile.getvalue()
+        return status, self.wfile.getvalue(), body
 
 
 # --- One connection ------------------------------------------------------------------------------
 
-class CachedResponse(NamedTuple):
-    """The bytes of a response, to be sent again to requests with the same bytes."""
-
-    data: bytes
-    closes_connection: bool
-    count_key: Tuple[str, int]          # (route, status), the key in Web.request_counts
+# A longer body is not copied behind its head. It exists once, however many wait for it
+SHARED_BODY_BYTES = 16384
 
 
 class HttpSession(Session):
     """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
 
     def __init__(self, web, address, now):
-        """Begin with the Web that all connections share, and the peer's IP address.
-
-        The peer may be a proxy."""
         self.web = web
-        self.address = address
+        self.address = address          # the peer's, which may be a proxy
         # The requests of a proxy are not answered from the cache, because each of them counts
         # against the limit of the client that the proxy names
         self.is_proxy = address in web.trusted_proxies
-        self.cache = {} if self.is_proxy else web.cache
+        self.cache = {} if self.is_proxy else web.caches["http"]
         self.scheme = "http"
-        self.extra_fields = NO_FIELDS   # header fields of all responses on this connection
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
         self.deadline = now + HTTP_REQUEST_S
 
     def encrypted(self):
-        """Note that the connection is encrypted. Its responses may have one more header field."""
         self.scheme = "https"
-        self.extra_fields = self.web.encrypted_fields
         if not self.is_proxy:
-            self.cache = self.web.encrypted_cache
+            self.cache = self.web.caches["https"]
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
 
         Return b"" if the request is not complete, or waits for the disk. A request whose bytes are
-        in the cache gets its response without being parsed."""
+        in the cache gets its response without being parsed. A long body is left in `body`."""
         web = self.web
         if not (self.buffer or self.request or self.done):
             cached = self.cache.get(data)
             if cached and web.rules.request_limiter.allow(self.address, now):
-                response, self.done, count_key = cached
+                answer, self.body, self.done, count_key = cached
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
-                return response
+                return answer
             is_registration = data.startswith(DDNET_REQUEST_START)
             if is_registration and web.refresh_repeated(data, self.address, now):
-                # Like game servers that repeat themselves by UDP, these are not limited
-                self.deadline = now + HTTP_IDLE_S
-                return web.repetition_response(self.extra_fields)
+                return self.answer_repetition(now)
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -12174,8 +11652,7 @@ class HttpSession(Session):
         try:
             if not self.has_whole_request(now):
                 return b""
-            response = web.response_to(self.request)
-            return self.finish_request(response, now)
+            return self.finish_request(web.response_to(self.request), now)
         except DiskNeeded as needed:
             self.job = needed.job
             return b""
@@ -12185,38 +11662,39 @@ class HttpSession(Session):
     def has_whole_request(self, now):
         """Is the first request in the buffer complete, with its body?
 
-        Its head is moved into `request` as soon as it is complete. Raise HttpError if the request
-        is malformed."""
-        if self.request is None and not self.read_head():
-            return False
+        Its head is moved into `request` as soon as it is complete. Raise HttpError if the data
+        cannot be a request, or if it is malformed."""
         request = self.request
+        if request is None:
+            self.buffer = self.buffer.lstrip(b"\r\n")       # some clients send a blank line first
+            line, _, _ = self.buffer.partition(b"\n")
+            if line and not line[:1].isalpha():
+                raise HttpError(400, "This is not an HTTP request; this port speaks HTTP without "
+                                     "TLS.")
+            if len(line) > HTTP_LINE_BYTES:
+                raise HttpError(414, "The request line is longer than %d bytes." % HTTP_LINE_BYTES)
+            match = HEAD_END.search(self.buffer)
+            head_bytes = match.end() if match else len(self.buffer)
+            if head_bytes > HTTP_HEAD_BYTES:
+                raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
+            if match is None:
+                return False
+            request = self.request = HttpRequest(self.buffer[:head_bytes])
+            self.buffer = self.buffer[head_bytes:]
+            try:
+                request.parse()
+            except HttpError:
+                # After a malformed head nobody knows where the next request begins
+                request.close_connection = True
+                raise
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.peer_address = self.address
         request.scheme = self.scheme
-        request.address = self.web.client_address(
-            self.address, request.header("X-Forwarded-For"))
+        request.address = request.peer_address = self.address
+        if self.is_proxy:
+            request.address = self.web.client_address(
+                self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
-
-    def read_head(self):
-        """Parse the head of the next request, and move it from the buffer into `request`.
-
-        Return False if the head is not complete yet. Raise HttpError if it is malformed."""
-        self.buffer = self.buffer.lstrip(b"\r\n")           # some clients send a blank line first
-        if not self.buffer:
-            return False
-        end = head_end(self.buffer)
-        if not end:
-            return False
-        self.request = HttpRequest(self.buffer[:end])
-        self.buffer = self.buffer[end:]
-        try:
-            self.request.parse()
-        except HttpError:
-            # After a malformed head nobody knows where the next request begins
-            self.request.close_connection = True
-            raise
-        return True
 
     def finish_request(self, response, now):
         """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
@@ -12224,28 +11702,42 @@ class HttpSession(Session):
         The request is counted. A public response goes into the cache."""
         request = self.request
         web = self.web
-        if self.must_close_after(response.status):
+        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
+        # too. Other clients of a proxy may still be within their limits
+        if response.status in (408, 503) or (response.status == 429 and not self.is_proxy):
             request.close_connection = True
-        data = request.encode(response, self.extra_fields)
-        cached = CachedResponse(data, request.close_connection, (request.route, request.status))
-        web.request_counts[cached.count_key] += 1
-        is_public = "ETag" in response.fields
-        if is_public and not self.is_proxy and not request.body:
-            web.remember(self.cache, request.head, cached)
+        status, data, body = request.respond(response, web.scheme_fields[self.scheme])
+        if len(body) <= SHARED_BODY_BYTES:
+            data, body = data + body, b""
+        count_key = request.route, status
+        web.request_counts[count_key] += 1
+        if response.is_public and not self.is_proxy and not request.body:
+            size = len(request.head) + len(data)
+            if web.cache_bytes + size > HTTP_CACHE_BYTES:
+                web.empty_caches()              # they fill again within a second
+            web.cache_bytes += size
+            self.cache[request.head] = data, body, request.close_connection, count_key
+        self.body = body
+        self.done = request.close_connection
         self.buffer = self.buffer[request.body_bytes:]
         self.request = None
-        self.done = cached.closes_connection
         self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
         return data
 
-    def must_close_after(self, status):
-        """Must the connection end after a response with this status?
+    def answer_repetition(self, now):
+        """Return the response to a DDNet server that repeats its registration.
 
-        It must if the master is overloaded or the client over its limit, because its next requests
-        would be refused too."""
-        if status == 429:
-            return not self.is_proxy        # other clients of the proxy are not over the limit
-        return status in (408, 503)
+        Like game servers that repeat themselves by UDP, these are not limited."""
+        self.deadline = now + HTTP_IDLE_S
+        self.web.request_counts[DDNET_REGISTER, 200] += 1
+        # No request has this key, because it is not bytes
+        if DDNET_REGISTER not in self.cache:
+            request = HttpRequest(DDNET_REQUEST_START)      # respond() needs no more of it
+            request.close_connection = False
+            _, head, body = request.respond(
+                ddnet_response(DDNET_SUCCESS), self.web.scheme_fields[self.scheme])
+            self.cache[DDNET_REGISTER] = head + body
+        return self.cache[DDNET_REGISTER]
 
     def refuse(self, error, now):
         """Return the bytes of the response that tells the client of an HttpError.
@@ -12253,13 +11745,9 @@ class HttpSession(Session):
         If the error came before a head was complete, the whole buffer counts as the request."""
         if self.request is None:
             self.request = HttpRequest(self.buffer)
-        response = self.web.error_response(self.request, error)
-        return self.finish_request(response, now)
+        return self.finish_request(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
-        """Answer the request, now that the disk thread has done its job.
-
-        `result` is what the job has returned, or its exception. Return the bytes to send."""
         self.job = None
         self.request.disk_result = result
         return self.receive(b"", now)
@@ -12280,20 +11768,14 @@ class HttpSession(Session):
 
 
 class RefusedConnection(HttpSession):
-    """A connection that exceeds a limit. It is answered with 429 and closed."""
+    """A connection that is answered with an error, without waiting for a request, and closed."""
+
+    def __init__(self, web, address, now, error):
+        super().__init__(web, address, now)
+        self.error = error
 
     def opened(self, now):
-        """Return the bytes of the response, without waiting for a request."""
-        hint = "Too many connections at once; wait a few seconds."
-        return self.refuse(HttpError(429, hint, RETRY_AFTER), now)
-
-
-class PlainConnection(HttpSession):
-    """A connection without TLS at a port for HTTPS. It is answered with 400 and closed."""
-
-    def opened(self, now):
-        """Return the bytes of the response, without waiting for a request."""
-        response = self.refuse(HttpError(400, "This port speaks HTTPS; write https://."), now)
+        response = self.refuse(self.error, now)
         self.done = True
         return response
 
@@ -12308,36 +11790,34 @@ class Web(TcpProtocol):
     speaks_first = False
 
     def __init__(self, core):
-        """Serve the registry, settings and statistics of a Core."""
         self.core = core
         self.settings = core.settings
         self.registry = core.registry
         self.rules = core.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
-        # Whole responses by the bytes of the request: by HTTP, and by HTTPS
-        self.cache: Dict[bytes, CachedResponse] = {}
-        self.encrypted_cache: Dict[bytes, CachedResponse] = {}
-        self.cache_bytes = 0            # the size of both together
-        # The responses to DDNet servers that repeat their registrations, by the header fields of
-        # the connection
-        self.repetition_responses: Dict[Any, bytes] = {}
-        self.lists: Dict[Any, HttpResponse] = {}                # whole lists by (route, game)
+        # By the bytes of a request, the response to it: the head, with the body if that is short; a
+        # long body; whether the connection ends; the key in request_counts
+        self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
+        self.cache_bytes = 0            # the size of both together, without the long bodies
+        # Whole lists by (route, game): the response, the generation that it shows, and the tick
+        # after which it was rendered
+        self.lists: Dict[Any, Tuple[HttpResponse, int, int]] = {}
+        self.ticks = 0
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.read(core.settings)
 
     def session(self, address, now):
-        """Return the HttpSession for a new connection from this address."""
         return HttpSession(self, address, now)
 
     def refusal(self, address, now):
-        """Return the session for a new connection that exceeds a limit."""
-        return RefusedConnection(self, address, now)
+        hint = "Too many connections at once; wait a few seconds."
+        return RefusedConnection(self, address, now, HttpError(429, hint, RETRY_AFTER))
 
     def plain_refusal(self, address, now):
-        """Return the session for a client that speaks HTTP without TLS at a port for HTTPS."""
-        return PlainConnection(self, address, now)
+        error = HttpError(400, "This port speaks HTTPS; write https://.")
+        return RefusedConnection(self, address, now, error)
 
     def serves(self, server):
         """Is the server's game one of the operator's own? All other games have protocols."""
@@ -12353,19 +11833,24 @@ class Web(TcpProtocol):
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
-        self.encrypted_fields = NO_FIELDS
+        # The header fields of all responses by HTTP, and by HTTPS
+        self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
             # Browsers that have come by HTTPS once use nothing else for a day
-            self.encrypted_fields = {"Strict-Transport-Security": "max-age=%d" % DAY}
+            self.scheme_fields["https"] = {"Strict-Transport-Security": "max-age=%d" % DAY}
         self.registry.forget_entries()      # rows of the list contain the titles of games
         self.forget_responses()
 
     def tick(self, now):
-        """Drop all cached responses once a second, because servers have changed and so have ages.
+        """Drop what is cached once a second, because servers have changed and so have ages.
 
-        A list is rendered again when the next client asks for it. If the hourly player counts have
+        A list that shows no ages is kept until a server changes. If the hourly player counts have
         changed, the rows with their sparklines are rendered again too."""
-        self.forget_responses()
+        self.ticks += 1
+        self.empty_caches()
+        for key, (_, generation, _) in list(self.lists.items()):
+            if generation != self.registry.generation:
+                del self.lists[key]
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
@@ -12374,46 +11859,20 @@ class Web(TcpProtocol):
     def forget_responses(self):
         """Empty the caches of lists and of whole responses."""
         self.lists.clear()
-        self.repetition_responses.clear()
         self.empty_caches()
 
     def empty_caches(self):
-        """Empty the caches of whole responses."""
-        self.cache.clear()
-        self.encrypted_cache.clear()
+        for cache in self.caches.values():
+            cache.clear()
         self.cache_bytes = 0
-
-    def remember(self, cache, request_head, cached):
-        """Cache a CachedResponse for requests with the same head, in one of the two caches.
-
-        If they are full, both are emptied first. They fill again within a second."""
-        size = len(request_head) + len(cached.data)
-        if self.cache_bytes + size > HTTP_CACHE_BYTES:
-            self.empty_caches()
-        self.cache_bytes += size
-        cache[request_head] = cached
 
     def refresh_repeated(self, data, peer_address, now):
         """Refresh the DDNet server that has sent the same request before. Return False if none has.
 
         `peer_address` is that of the other end of the connection. The request is not parsed: with
         20,000 servers that would take most of the time."""
-        ddnet = self.core.http_games.get("ddnet")
+        ddnet = self.core.rooms.get("ddnet")
         return ddnet is not None and ddnet.refresh_repeated(hash((data, peer_address)), now)
-
-    def repetition_response(self, extra_fields):
-        """Return the bytes of the response to a request that refresh_repeated() has recognized.
-
-        `extra_fields` are the further header fields of the connection."""
-        self.request_counts[DDNET_REGISTER, 200] += 1
-        key = tuple(extra_fields.items())
-        data = self.repetition_responses.get(key)
-        if data is None:
-            request = HttpRequest(DDNET_REQUEST_START)      # encode() needs no more of it
-            request.close_connection = False
-            data = request.encode(ddnet_response(DDNET_SUCCESS), extra_fields)
-            self.repetition_responses[key] = data
-        return data
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -12436,20 +11895,28 @@ class Web(TcpProtocol):
     def response_to(self, request):
         """Return the HttpResponse to a request, from the function of its route.
 
-        Raise HttpError if the path or the method does not exist, if a limit is exceeded, or if the
-        route refuses the request. Raise DiskNeeded if the disk has to be read first."""
+        A server that the route refuses is recorded for the page /check. Raise HttpError if the path
+        or the method does not exist, if a limit is exceeded, or if the route refuses the request.
+        Raise DiskNeeded if the disk has to be read first."""
         if request.disk_result is None:         # otherwise the request has been charged before
             self.charge(request, 1)
-        route_function = ROUTES.get(request.route)
-        if route_function is None:
+        route = ROUTES.get(request.route)
+        if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
-        methods = allowed_methods(request.route)
+        methods, route_function = route
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
         if request.command not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
             return HttpResponse(b"", fields=fields)
-        return route_function(self, request)
+        try:
+            return route_function(self, request)
+        except Refused as refused:
+            game, port = request.announced
+            self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
+                                         str(refused))
+            status = REFUSED_STATUS.get(refused.outcome, 403)
+            raise HttpError(status, str(refused)) from None
 
     def charge(self, request, tokens):
         """Take tokens for this request from the client's bucket in the request limiter.
@@ -12461,7 +11928,9 @@ class Web(TcpProtocol):
         if request.route == DDNET_REGISTER:
             # The game servers of one machine may register in the same second, as others announce
             # themselves by UDP
-            limiter, tokens = self.rules.message_limiter, DDNET_REGISTRATION_TOKENS
+            limiter = self.rules.message_limiter
+            _, at_once = self.settings["limits.datagrams"]
+            tokens = min(DDNET_REGISTRATION_TOKENS, at_once)
         if limiter.allow(address, request.now, tokens):
             return
         if self.rules.verdict(address) == BLOCKED:
@@ -12478,67 +11947,55 @@ class Web(TcpProtocol):
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
+        media_type = JSON_TYPE
         if request.route == DDNET_REGISTER:
             body = to_json({"status": "error", "message": hint})
-            return HttpResponse(body, JSON_TYPE, status, error.fields)
-        if request.route == "/announce" and not request.luanti_json:
+        elif request.route == "/announce" and not request.luanti_json:
             body = to_json({"listed": False, "reason": hint})
-            return HttpResponse(body, JSON_TYPE, status, error.fields)
-        if request.route == "/master.json" and status in (403, 429):
-            empty_list = iceball_list(self, [])
-            return HttpResponse(empty_list, JSON_TYPE, status, error.fields)
-        if "text/html" in request.header("Accept"):
-            page = render_error_page(self.look, status, reason, hint)
-            return HttpResponse(page, HTML_TYPE, status, error.fields)
-        text = "%d %s\n%s\n" % (status, reason, hint)
-        return HttpResponse(text.encode(), TEXT_TYPE, status, error.fields)
+        elif request.route == "/master.json" and status in (403, 429):
+            body = iceball_list(self, [])
+        elif "text/html" in request.header("Accept"):
+            body = render_error_page(self.look, status, reason, hint)
+            media_type = HTML_TYPE
+        else:
+            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
+            media_type = TEXT_TYPE
+        return HttpResponse(body, media_type, status, error.fields)
 
-    def list_response(self, request, list_filter, media_type, render):
+    def list_response(self, request, list_filter, media_type, render, has_times=True):
         """Return the response with the servers that pass a ListFilter.
 
         `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
-        The whole list, or the whole list of a known game, is cached until the next tick. The
-        result of a search serves one client only, so the client is charged for each server that is
-        searched."""
-        if not self.is_whole_list(list_filter):
-            return self.search_response(request, list_filter, media_type, render)
+        The whole list, or the whole list of a known game, is kept until a server changes, or until
+        the next tick if it has times in it. The result of a search serves one client only, so the
+        client is charged for each server that is searched."""
+        registry = self.registry
         game = list_filter.game
+        is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
         key = request.route, game
-        response = self.lists.get(key)
-        if response is None:
-            servers = self.registry.servers(game)
-            body = render(servers, request.now + self.epoch)
-            response = public_response(body, media_type)
-            self.lists[key] = response
-        return response
-
-    def is_whole_list(self, list_filter):
-        """Does the filter let pass all servers, or all servers of a game that is known here?"""
-        game = list_filter.game
-        is_known_game = game in ("", *self.look.games)
-        return is_known_game and list_filter == ListFilter(game)
-
-    def search_response(self, request, list_filter, media_type, render):
-        """Return the response to a search, as list_response() does, and charge the client for it.
-
-        Raise HttpError if the client may not search so much."""
-        # The charge has an upper limit, because a page that shows a search repeats it every 5 s
-        tokens = self.registry.total / SEARCH_SERVERS
-        self.charge(request, self.rules.request_tokens(tokens))
-        servers = []
-        for server in self.registry.servers(list_filter.game):
-            if list_filter.matches(server):
-                servers.append(server)
+        if is_whole and key in self.lists:
+            response, generation, tick = self.lists[key]
+            if tick == self.ticks or generation == registry.generation:
+                return response
+        if is_whole:
+            servers = registry.servers(game)
+        else:
+            # The charge has an upper limit, as a page that shows a search repeats it every 5 s
+            tokens = registry.total / SEARCH_SERVERS
+            self.charge(request, self.rules.request_tokens(tokens))
+            servers = [server for server in registry.servers(game) if list_filter.matches(server)]
         body = render(servers, request.now + self.epoch)
-        return public_response(body, media_type)
+        response = HttpResponse(body, media_type, is_public=True)
+        if is_whole:
+            generation = NO_GENERATION if has_times else registry.generation
+            self.lists[key] = response, generation, self.ticks
+        return response
 
 
 # --- The query of a request ----------------------------------------------------------------------
 
 def query_number(request, name, low, high):
-    """Return the number that a query has by this name, or 0 if it has none.
-
-    Raise HttpError if the value is not a number from `low` to `high`."""
+    """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
     text = request.query.get(name, "").strip()
     if not text:
         return 0
@@ -12579,28 +12036,19 @@ def query_filter(web, request, default_game=""):
     an unknown game it gives an empty list, so that programs need no special case."""
     query = request.query
     game = query.get("game", default_game)
-    name = query.get("name", "")
-    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
     is_known_game = game in ("", *web.look.games)
     if not is_known_game and request.route != "/servers.json":
         raise HttpError(404, "There is no game %s here." % ascii(game[:100]))
-    return ListFilter(game, clean(name), players_min, query_countries(request))
-
-
-def query_countries(request):
-    """Return the codes of countries in the query of a request, sorted.
-
-    They stand in `country`, as in country=de,nl. A form without the script sends several values of
-    this name, which read_path() has joined by commas. Raise HttpError if one is not two letters."""
     codes = set()
-    for text in request.query.get("country", "").lower().split(","):
+    # As in country=de,nl. A form without the script sends several values, which are joined likewise
+    for text in query.get("country", "").lower().split(","):
         code = text.strip()
-        if not code:
-            continue
-        if not re.fullmatch("[a-z]{2}", code):
+        if not re.fullmatch("([a-z]{2})?", code):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
-    return tuple(sorted(codes))
+    codes.discard("")
+    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
+    return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
 
 
 def query_endpoint(request, default_address=""):
@@ -12635,9 +12083,7 @@ class HistoryQuery(NamedTuple):
 
 
 def query_history(request):
-    """Return the HistoryQuery in the query of a request.
-
-    Raise HttpError if a value is wrong or missing."""
+    """Return the HistoryQuery in the query of a request. Raise HttpError."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -12708,13 +12154,12 @@ def get_master_json(web, request):
     def render(servers, wall):
         return iceball_list(web, web.registry.for_clients(servers))
 
-    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render)
+    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render, has_times=False)
 
 
 JSON_FIELDS = (
     "game address port name mode map version players max_players playing description official "
     "priority flavor verified responding found_at country").split()
-JSON_DETAILS = "arenas factions skill flags".split()
 
 
 def server_json(server):
@@ -12729,7 +12174,7 @@ def server_json(server):
     fields["ping_ms"] = None
     if server.ping_ms is not None:
         fields["ping_ms"] = round(server.ping_ms, 1)
-    for name in JSON_DETAILS:
+    for name in ("arenas", "factions", "skill", "flags"):
         fields[name] = server.details.get(name, "")
     entry = to_json(fields)
     return entry[:-len("}")]
@@ -12746,15 +12191,11 @@ def with_times(entry, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    """Return the response with all fields of the listed servers, as JSON.
-
-    The query chooses servers by `game`, a part of their `name`, and `players_min`."""
+    """Return all fields of the listed servers. The query is a ListFilter."""
     def render(servers, wall):
-        own_master = web.registry.master
-        entries_without_times = cached_entries(servers, "servers.json", server_json)
         entries = []
-        for server, entry in zip(servers, entries_without_times):
-            entries.append(with_times(entry, server, web.epoch, own_master))
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+            entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
 
@@ -12770,13 +12211,12 @@ skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 XML_SILENT_SERVER = """\
 <server ip="%(address)s" port="%(port)s" responding="0"/>
 """
-XML_FIELDS = "address port name mode players max_players map version flavor".split()
 
 
 def server_xml(server):
     """Return a server's element in /servers.xml, as UTF-8 bytes. Exported files have it too."""
     values = {}
-    for name in XML_FIELDS:
+    for name in "address port name mode players max_players map version flavor".split():
         values[name] = html.escape(str(getattr(server, name)))
     skill = server.details.get("skill", "0")
     values["skill"] = html.escape(skill)
@@ -12797,9 +12237,7 @@ def servers_xml(elements, wall):
 
 
 def get_servers_xml(web, request):
-    """Return the response with the list of a game in XML, in the format of Hyperbol's document.
-
-    The query chooses servers as in /servers.json; without `game` it chooses Hyperbol's."""
+    """Return the list of a game in XML, by default Hyperbol's. The query is a ListFilter."""
     def render(servers, wall):
         for_clients = web.registry.for_clients(servers)
         elements = cached_entries(for_clients, "servers.xml", server_xml)
@@ -12871,7 +12309,7 @@ def get_list(web, request):
         joined = b",\n".join(entries)
         return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (joined, total, total)
 
-    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render)
+    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render, has_times=False)
 
 
 def ddnet_entry(server):
@@ -12889,7 +12327,7 @@ def ddnet_location(country):
     """Return the location of a server in this country for DDNet's list, or "" if it has none."""
     if country == "cn":
         return "as:cn"
-    continent = continent_of(country)
+    continent = CONTINENTS.get(country, "")
     return "" if continent == "an" else continent       # the game knows no Antarctica
 
 
@@ -12905,41 +12343,12 @@ def get_ddnet_servers(web, request):
         entries = cached_entries(registered, "ddnet", ddnet_entry)
         return b'{"servers":[%s]}\n' % b",\n".join(entries)
 
-    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render)
-    if "Last-Modified" not in response.fields:      # it has just been rendered
-        wall = request.now + web.epoch
-        response.fields["Last-Modified"] = request.date_time_string(wall)
+    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render, has_times=False)
+    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
     return response
 
 
 # --- Pages ---------------------------------------------------------------------------------------
-
-class Contact(NamedTuple):
-    """A line that somebody who runs a game server can copy, to have the server listed here.
-
-    It belongs in the settings of the game server, or is a command to run beside it."""
-
-    reader: str                         # whom the line is for, and the file in which it belongs
-    line: str                           # a %-template with the values host, port, game and page
-
-
-ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
-CONTACTS = {
-    "iceball": Contact("Iceball servers, in svsave/pub/server.json",
-                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]'),
-    "subspace": Contact("SubSpace zones (asss)",
-                        "Directory:Server1 = %(host)s, port %(port)d"),
-    "aio": Contact("AIO servers", "master server %(host)s, port %(port)d"),
-    "luanti": Contact("Luanti servers, in minetest.conf",
-                      "server_announce = true, and serverlist_url = http://%(page)s"),
-    "ddnet": Contact("DDNet servers, in autoexec_server.cfg",
-                     "sv_register 1; sv_register_url http://%(page)s/ddnet/15/register; "
-                     "http_allow_insecure 1"),
-    "hyperbol": Contact("Hyperbol servers", ANNOUNCE_COMMAND),
-    "quake3": Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
-                      'set sv_master1 "%(host)s:%(port)d"'),
-}
-
 
 def contact_lines(listeners, host, settings):
     """Return the lines of all Contacts for the games that can be announced here.
@@ -12954,20 +12363,14 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {}
-    for game, contact in CONTACTS.items():
-        if ports.get(game):
-            contacts[game] = contact
+    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        needs_page = "%(page)s" in template
-        if needs_page and not page:
-            continue
-        values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-        line = template % values
-        lines.append((game, reader, line))
+        if page or "%(page)s" not in template:
+            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
+            lines.append((game, reader, template % values))
     return lines
 
 
@@ -12976,14 +12379,11 @@ def day_total(hourly_players, games):
 
     `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
     if none of the games was recorded in that hour."""
-    days = []
-    for game in games:
-        whole_game = game, "", 0
-        if whole_game in hourly_players:
-            days.append(hourly_players[whole_game])
+    keys = [(game, "", 0) for game in games]
+    days = [hourly_players[key] for key in keys if key in hourly_players]
     totals = []
     for counts in zip(*days):
-        recorded = [count for count in counts if count is not None]
+        recorded = without_gaps(counts)
         totals.append(sum(recorded) if recorded else None)
     return totals
 
@@ -13002,24 +12402,27 @@ def render_list(web, list_filter, servers, wall):
     """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
 
     Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
+    look = web.look
     game = list_filter.game
-    hourly_players = web.hourly_players
-    counts = {}
-    for counted_game, listed in web.registry.games.items():
-        if listed:
-            counts[counted_game] = len(listed)
-    first_servers = servers[:PAGE_ROWS]
-    rows = render_rows(web.look, first_servers, hourly_players, web.epoch, wall)
+    counts = {name: len(listed) for name, listed in web.registry.games.items() if listed}
     day = ()
     if list_filter == ListFilter(game):     # the result of a search has no history
-        games = [game] if game else counts
-        day = day_total(hourly_players, games)
+        day = day_total(web.hourly_players, [game] if game else counts)
     host = web.settings["server.public_address"] or "THIS-HOST"
     contacts = contact_lines(web.core.listeners, host, web.settings)
-    spark = render_sparkline(day)
     countries = web.registry.count_countries(game)
-    contents = ListPage(list_filter, servers, rows, counts, countries, contacts, spark)
-    return render_list_page(web.look, contents)
+    rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, wall)
+    return render_page(
+        look,
+        look.games.get(game),
+        look.template,
+        about=list_summary(servers),
+        path="/?game=" + game if game else "/",
+        intro=fill_template("<p>$text</p>\n", text=look.intro),
+        totals=render_totals(servers, render_sparkline(day)),
+        tabs=render_game_tabs(look, counts, game),
+        search=render_search(list_filter, countries),
+        table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
 
 
 def with_wall_times(server, epoch):
@@ -13040,10 +12443,11 @@ def get_server(web, request):
     if nothing is known of the server."""
     query = query_history(request)
     wall = request.now + web.epoch
-    remembered = None
-    series = None
-    if web.core.database is not None:
-        remembered, series = read_history(web.core.database, request, query, wall)
+    database = web.core.database
+    remembered = series = None
+    if database is not None:
+        remembered, series = from_disk(request, lambda: (
+            database.known(*query.key), database.history(*query.key, query.span, wall)))
     listed = web.registry.get(*query.key)
     if listed:
         server = with_wall_times(listed, web.epoch)
@@ -13057,22 +12461,9 @@ def get_server(web, request):
         # A server that has come back was first seen before its present stay in the list
         server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    contents = ServerPage(server, listed is not None, series, query.span, base)
-    page = render_server_page(web.look, contents, wall)
+    page = render_server_page(
+        web.look, server, listed is not None, (query.span, series), base, wall)
     return HttpResponse(page, HTML_TYPE)
-
-
-def read_history(database, request, query, wall):
-    """Return what the database knows of the server that a HistoryQuery names.
-
-    The result is the pair of Database.known(), None for an unknown server, and the Series of its
-    player counts. Raise DiskNeeded the first time, as from_disk() does."""
-    def read_both():
-        remembered = database.known(*query.key)
-        series = database.history(*query.key, query.span, wall)
-        return remembered, series
-
-    return from_disk(request, read_both)
 
 
 def get_banner(web, request):
@@ -13083,27 +12474,25 @@ def get_banner(web, request):
     query = query_history(request)
     server = web.registry.get(*query.key)
     database = web.core.database
-    endpoint = endpoint_text(query.address, query.port)
-    name = ""
-    state = "is not known here"
-    players = ""
-    place = endpoint
-    status = 404
+    remembered = None
+    if not server and database:
+        # The list tells a result of None from a job that is not done yet
+        remembered, = from_disk(request, lambda: [database.known(*query.key)])
+    place = endpoint = endpoint_text(query.address, query.port)
+    name = players = ""
+    status = 200
     if server:
-        if server.country:
-            place = "%s · %s" % (endpoint, country_name(server.country))
         name = server.name
         state = server.map if server.responding else "not responding"
         players = "%d/%s" % (server.players, server.max_players or "?")
-        status = 200
-    elif database:
-        # The list tells a result of None from a job that is not done yet
-        remembered, = from_disk(request, lambda: [database.known(*query.key)])
-        if remembered:
-            name = remembered.name
-            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
-            status = 200
-    hourly_players = web.hourly_players.get(query.key, ())
+        if server.country:
+            place = "%s · %s" % (endpoint, country_name(server.country))
+    elif remembered:
+        name = remembered.name
+        state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+    else:
+        state = "is not known here"
+        status = 404
     svg = fill_template(
         BANNER,
         name=clean(name) or endpoint,
@@ -13111,7 +12500,7 @@ def get_banner(web, request):
         players=players,
         game=web.look.game_title(clean(query.game)),
         place=place,
-        spark=render_sparkline(hourly_players))
+        spark=render_sparkline(web.hourly_players.get(query.key, ())))
     return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
 
 
@@ -13122,9 +12511,9 @@ def get_history_json(web, request):
     this master has no database."""
     query = query_history(request)
     database = web.core.database
-    wall = request.now + web.epoch
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
+    wall = request.now + web.epoch
     series = from_disk(request, lambda: database.history(*query.key, query.span, wall))
     body = to_json({
         "game": query.game,
@@ -13145,41 +12534,80 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 # The HTTP statuses of refused announcements by their outcomes. For all others it is 403
 REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
-ANNOUNCED_TEXTS = "name mode map version description".split()
-# The lowest value of each field that is a number
-ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
-ANNOUNCED_FIELDS = ("game", "port", "action", *ANNOUNCED_TEXTS, "players", "max_players")
 # In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
 # and each may be written as three, such as %F0. A character of a field's name takes three
 FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
 FORM_NAME_BYTES = 3 * len("max_players")
 
 
-def post_announce(web, request):
-    """Handle an announcement by HTTP and return the response.
+def announced_text(value, max_characters):
+    """Return a text that is safe to show, also for a number; None for any other value."""
+    if isinstance(value, (bool, list, dict)):
+        return None
+    return clean(str(value), max_characters)
 
-    The announced server has the address from which the request came. A refused announcement is
-    recorded for the page /check. Raise HttpError with the reason."""
+
+def announced_number(value, low):
+    """Return a number of JSON or its digits as an int; None if it is not from `low` to 65535."""
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    number = int(match.group(1)) if match else -1
+    return number if low <= number <= PLAYERS_MAX else None
+
+
+# What an announcement may say: the function that reads a value, its limit, and the error
+ANNOUNCED_FIELDS = {
+    "game": (announced_text, NAME_CHARACTERS, "game is not a text"),
+    "port": (announced_number, 1, "port: expected a number from 1 to 65535"),
+    "action": (announced_text, NAME_CHARACTERS, "action is not a text"),
+    "name": (announced_text, NAME_CHARACTERS, "name is not a text"),
+    "mode": (announced_text, NAME_CHARACTERS, "mode is not a text"),
+    "map": (announced_text, NAME_CHARACTERS, "map is not a text"),
+    "version": (announced_text, NAME_CHARACTERS, "version is not a text"),
+    "description": (announced_text, TEXT_CHARACTERS, "description is not a text"),
+    "players": (announced_number, 0, "players: expected a number from 0 to 65535"),
+    "max_players": (announced_number, 0, "max_players: expected a number from 0 to 65535"),
+}
+
+
+def post_announce(web, request):
+    """Handle an announcement by HTTP and return the response. Raise HttpError or Refused.
+
+    The announced server has the address from which the request came. If the master can query
+    servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
-    # These are recorded if the request is refused before its game and port are read
-    game, port = "announce", 0
-    try:
-        values = announced_values(request)
-        game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
-        port = announced_number("port", values.get("port"))
-        if request.luanti_json:
-            return announce_luanti(web, request, port, values)
-        fields = announced_fields(values)
-        action = announced_text("action", values.get("action", ""))
-        if action == "stop":
-            return stop_announced(web, request, game, port)
-        if action not in ("", "announce"):
-            raise Refused("bad packet", "action: expected stop, or nothing")
-        return announce_server(web, request, game, port, fields)
-    except Refused as refused:
-        web.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
-                                    str(refused))
-        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+    values = announced_values(request)
+    game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
+    request.announced = game, 0
+    port = announced_value("port", values.get("port"))
+    request.announced = game, port
+    if request.luanti_json:
+        return announce_luanti(web, request, port, values)
+    fields = {}
+    for name in ANNOUNCED_FIELDS:
+        if name in values and name not in ("game", "port"):
+            fields[name] = announced_value(name, values[name])
+    action = fields.pop("action", "")
+    if action == "stop":
+        return stop_announced(web, request, game, port)
+    if action not in ("", "announce"):
+        raise Refused("bad packet", "action: expected stop, or nothing")
+    registry, source = web.registry, request.address
+    address = web.rules.listed_address(source)
+    server = registry.get(game, address, port)
+    polled_game = web.core.rooms.get(game)
+    if polled_game:
+        polled_game.on_http_announcement(source, port, fields, request.now)
+        if server and server.responding:
+            return announce_response()
+        return announce_response("waiting for its answer to a query on UDP port %d; the page "
+                                 "/check tells what came of it" % (port + polled_game.offset))
+    if not server or "name" in fields:
+        fields["name"] = fields.get("name") or endpoint_text(address, port)
+    registry.list_or_refresh((game, address, port), source, request.now, ANNOUNCED_TTL_S, fields)
+    if not server:
+        registry.record_outcome(source, game, port, "listed", request.now)
+    return announce_response()
 
 
 def check_no_web_page(request):
@@ -13195,42 +12623,36 @@ def check_no_web_page(request):
 def announced_values(request):
     """Return the values of an announcement by name, unchecked, from a form or a JSON object.
 
-    Raise HttpError if the body has another media type, and Refused if it is malformed."""
-    if request.luanti_json:
-        return json_values(request.luanti_json)
-    content_type = request.header("Content-Type") or FORM_TYPE
-    media_type_field, _, _ = content_type.partition(";")
-    media_type = media_type_field.strip().lower()
+    Members of JSON that are null are left out. Raise HttpError if the body has another media type,
+    and Refused if it is malformed or has too many fields."""
+    body = request.luanti_json or request.body
+    content_type, _, _ = (request.header("Content-Type") or FORM_TYPE).partition(";")
+    media_type = content_type.strip().lower()
     # `curl -d` declares a form even if it sends a JSON object
-    if media_type == "application/json" or request.body.startswith(b"{"):
-        return json_values(request.body)
-    if media_type != FORM_TYPE:
+    if request.luanti_json or media_type == "application/json" or body.startswith(b"{"):
+        try:
+            members = read_json_object(body)
+        except Malformed as error:
+            reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
+            raise Refused("bad packet", reason) from None
+        values = {name: value for name, value in members.items() if value is not None}
+        count = len(members)
+    elif media_type == FORM_TYPE:
+        pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
+        values = form_values(pairs)
+        count = len(pairs)
+    else:
         raise HttpError(415, "Expected %s or application/json, not %s." % (
             FORM_TYPE, ascii(media_type[:100])))
-    return form_values(request.body)
+    if count > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
+    return values
 
 
-def json_values(body):
-    """Return the members of a JSON object as a dict, without those that are null.
+def form_values(pairs):
+    """Return the values in the pairs of an urlencoded form, by the names in ANNOUNCED_FIELDS.
 
-    Raise Refused if the body is not a JSON object, has too many members, or has a number with so
-    many digits that reading it would take long."""
-    try:
-        members = read_json_object(body)
-    except Malformed as error:
-        reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
-        raise Refused("bad packet", reason) from None
-    check_field_count(len(members))
-    return {name: value for name, value in members.items() if value is not None}
-
-
-def form_values(body):
-    """Return the values of an urlencoded form as text, by the names in ANNOUNCED_FIELDS.
-
-    Values by other names are left out. If a name occurs twice, its last value counts. Raise Refused
-    if the form has too many values."""
-    pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    check_field_count(len(pairs))
+    If a name occurs twice, its last value counts."""
     raw_values = {}
     for pair in pairs:
         name, _, value = pair.partition(b"=")
@@ -13247,10 +12669,13 @@ def form_values(body):
     return values
 
 
-def check_field_count(count):
-    """Raise Refused if an announcement has too many fields."""
-    if count > ANNOUNCED_FIELDS_MAX:
-        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
+def announced_value(name, value):
+    """Return the value of a field as ANNOUNCED_FIELDS says. Raise Refused if it is wrong."""
+    read, limit, error = ANNOUNCED_FIELDS[name]
+    result = read(value, limit)
+    if result is None:
+        raise Refused("bad packet", error)
+    return result
 
 
 def announced_game(web, value):
@@ -13258,8 +12683,8 @@ def announced_game(web, value):
 
     Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
     and says how the operator can add one."""
-    game = announced_text("game", value)
-    games = [*web.core.http_announcers, *web.settings["games"]]
+    game = announced_value("game", value)
+    games = [*web.core.rooms, *web.settings["games"]]
     if game in games:
         return game
     reason = "game: expected one of %s, not %s" % (", ".join(games), ascii(game))
@@ -13267,80 +12692,6 @@ def announced_game(web, value):
         reason += ("; the operator of this master can allow it with a line `%s = %s` under [games]"
                    % (game, game.capitalize()))
     raise Refused("bad packet", reason)
-
-
-def announced_fields(values):
-    """Return the attributes of Server that an announcement sets, by name.
-
-    Raise Refused if a value has the wrong type or is out of bounds."""
-    fields: Dict[str, Any] = {}
-    for name in ANNOUNCED_TEXTS:
-        if name in values:
-            fields[name] = announced_text(name, values[name])
-    for name in ("players", "max_players"):
-        if name in values:
-            fields[name] = announced_number(name, values[name])
-    return fields
-
-
-def announced_text(name, value):
-    """Return the value of the field `name` as text that is safe to show, cut to the field's length.
-
-    A number is accepted too, and converted to text. Raise Refused if the value has another type."""
-    if isinstance(value, (bool, list, dict)):
-        raise Refused("bad packet", "%s is not a text" % name)
-    max_characters = NAME_CHARACTERS
-    if name == "description":
-        max_characters = TEXT_CHARACTERS
-    return clean(str(value), max_characters)
-
-
-def announced_number(name, value):
-    """Return the value of the field `name`, a number or its digits as text, as an int.
-
-    Raise Refused if it is not a whole number within the bounds of the field."""
-    text = "" if isinstance(value, (list, dict)) else str(value)
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
-    low, high = ANNOUNCED_NUMBERS[name], PLAYERS_MAX
-    number = int(match.group(1)) if match else -1
-    if not low <= number <= high:
-        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
-    return number
-
-
-def announce_server(web, request, game, port, fields):
-    """Handle the announcement of a server of any game but Luanti, and return the response.
-
-    If the master can query servers of the game, the server is queried first; otherwise it is listed
-    at once. `fields` holds the announced attributes of Server. Raise Refused if the rules or a
-    limit forbid the server."""
-    source = request.address
-    polled_game = web.core.http_announcers.get(game)
-    if polled_game:
-        polled_game.on_http_announcement(source, port, fields, request.now)
-        server = web.registry.get(game, web.rules.listed_address(source), port)
-        if server and server.responding:
-            return announce_response()
-        return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                 "/check tells what came of it" % (port + polled_game.offset))
-    list_announced(web.registry, game, port, fields, request)
-    return announce_response()
-
-
-def list_announced(registry, game, port, fields, request):
-    """List the announced server of a game that cannot be queried, or refresh it.
-
-    A server that has never announced a name is named by its address. Raise Refused if the rules or
-    a limit forbid the server."""
-    source = request.address
-    address = registry.rules.listed_address(source)
-    server = registry.get(game, address, port)
-    if not server or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint_text(address, port)
-    key = game, address, port
-    registry.list_or_refresh(key, source, request.now, ANNOUNCED_TTL_S, fields)
-    if not server:
-        registry.record_outcome(source, game, port, "listed", request.now)
 
 
 def stop_announced(web, request, game, port):
@@ -13352,7 +12703,7 @@ def stop_announced(web, request, game, port):
     registry = web.registry
     source = request.address
     server = registry.get(game, web.rules.listed_address(source), port)
-    polled_game = web.core.http_announcers.get(game)
+    polled_game = web.core.rooms.get(game)
     was_queried = polled_game and polled_game.stop_polling(source, port)
     is_own_server = server and server.source == source and not server.master
     if is_own_server:
@@ -13365,9 +12716,7 @@ def stop_announced(web, request, game, port):
 
 
 def announce_response(reason=""):
-    """Return the response to an announcement, as JSON.
-
-    `reason` says why the server is not listed; it is "" if the server is listed."""
+    """Return the response to an announcement. `reason` says why the server is not listed."""
     result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
     if reason:
         result["reason"] = reason
@@ -13384,7 +12733,7 @@ def announce_luanti(web, request, port, values):
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
     last_outcome = web.registry.outcomes.get(request.address, "luanti", port)
-    luanti = web.core.http_announcers["luanti"]
+    luanti = web.core.rooms["luanti"]
     luanti.on_http_announcement(request.address, port, values, request.now)
     if last_outcome and last_outcome.outcome in ("silent", "address"):
         raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
@@ -13393,34 +12742,29 @@ def announce_luanti(web, request, port, values):
 
 
 def get_geoip(web, request):
-    """Return the response with the continent of the player who asks, as Luanti's list does."""
-    continent = continent_of(web.rules.country(request.address))
+    """Return the continent of the player who asks, as Luanti's list does."""
+    continent = CONTINENTS.get(web.rules.country(request.address), "")
     return HttpResponse(to_json({"continent": continent.upper() or None}), JSON_TYPE)
 
 
 # --- Registrations of DDNet servers --------------------------------------------------------------
 
 def post_ddnet_register(web, request):
-    """Handle a registration of a DDNet server, and return the response.
+    """Handle a registration of a DDNet server, and return the response. Raise HttpError or Refused.
 
-    A refused registration is recorded for the page /check. Raise HttpError with the reason, which
-    the game server writes into its log."""
+    The game server writes the reason of a refusal into its log."""
     check_no_web_page(request)
-    ddnet = web.core.http_games.get("ddnet")
+    ddnet = web.core.rooms.get("ddnet")
     if ddnet is None:
         raise HttpError(404, "DDNet servers are not listed here.")
-    port = 0
-    try:
-        protocol, port = read_registered_address(request.header)
-        ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
-        if ddnet_request.is_delete:
-            ddnet.delete(ddnet_request, request.now)
-            return ddnet_response(DDNET_SUCCESS)
-        state = ddnet.register(ddnet_request, request.body, request.now)
-    except Refused as refused:
-        web.registry.record_outcome(request.address, "ddnet", port, refused.outcome, request.now,
-                                    str(refused))
-        raise HttpError(REFUSED_STATUS.get(refused.outcome, 403), str(refused)) from None
+    request.announced = "ddnet", 0
+    protocol, port = read_registered_address(request.header)
+    request.announced = "ddnet", port
+    ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
+    if ddnet_request.is_delete:
+        ddnet.delete(ddnet_request, request.now)
+        return ddnet_response(DDNET_SUCCESS)
+    state = ddnet.register(ddnet_request, request.body, request.now)
     may_be_repeated = not request.body and not request.close_connection
     if state == DDNET_SUCCESS and may_be_repeated:
         ddnet.remember_repetition(ddnet_request, hash((request.head, request.peer_address)))
@@ -13434,88 +12778,83 @@ def ddnet_response(state):
 
 # --- Is my server listed? ------------------------------------------------------------------------
 
-class OutcomeText(NamedTuple):
-    """The text of an outcome on the page /check."""
-
-    title: str
-    advice: str                         # what the operator can do; %s stands for the detail
-
-
+# The title of each outcome on the page /check, and what the operator of the game server can do; %s
+# stands for the detail
 OUTCOMES = {
-    "announced": OutcomeText(
+    "announced": (
         "Announced, but the answer did not come back",
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
         "UDP, or forward the game's port."),
-    "challenged": OutcomeText(
+    "challenged": (
         "Challenged, but the answer did not come back",
         "This master sent a challenge to UDP port %s, and the game server has not returned it. "
         "Open that UDP port in the firewall and forward it in the router."),
-    "version": OutcomeText(
+    "version": (
         "Wrong version",
         "This master does not list %s. Another version of the game server is needed."),
-    "bad packet": OutcomeText(
+    "bad packet": (
         "A packet that cannot be read",
         "What is wrong with it: %s. If the port is the one for this game, update the game server, "
         "or fix what announces it."),
-    "silent": OutcomeText(
+    "silent": (
         "It does not answer queries",
         "There was %s. Open that UDP port in the firewall and forward it in the router."),
-    "address": OutcomeText(
+    "address": (
         "Another address",
         "Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set "
         "it to a name of the machine that the game server runs on."),
-    "banned": OutcomeText(
+    "banned": (
         "Banned",
         "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
         "operator."),
-    "limit": OutcomeText(
+    "limit": (
         "Over the limit",
         "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "busy": OutcomeText(
+    "busy": (
         "Try again",
         "This master could not ask the game server when it announced itself: %s. The game server's "
         "next announcement does that; nothing is wrong with it."),
-    "flood": OutcomeText(
+    "flood": (
         "Too many packets",
         "More than %s packets per second come from this address, and the rest are not read. Does a "
         "game server announce itself in a loop? If many share the address, ask this master's "
         "operator for more."),
-    "name": OutcomeText(
+    "name": (
         "The name is refused",
         "Not under this name: %s. Give the server another name."),
-    "game": OutcomeText(
+    "game": (
         "The game is refused",
         "It is not listed: %s. Its operator chooses this master's games."),
-    "owner": OutcomeText(
+    "owner": (
         "Announced from elsewhere",
         "It is not accepted: %s. If you know of no other announcer, ask this master's operator."),
-    "password": OutcomeText(
+    "password": (
         "Another password",
         "It is not accepted: %s. Wait, or set the former password again."),
-    "stopped": OutcomeText(
+    "stopped": (
         "Signed off",
         "The game server said that it was stopping."),
-    "listed": OutcomeText(
+    "listed": (
         "Listed",
         "All is well."),
-    "found": OutcomeText(
+    "found": (
         "Listed, because another list names it",
         "This master found it at %s and queries it; it has not announced itself here. If it does, "
         "it no longer depends on that list."),
-    "private": OutcomeText(
+    "private": (
         "Listed under a private address",
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
         "[server] public_address or [address_map]."),
-    "ipv6": OutcomeText(
+    "ipv6": (
         "Listed under an IPv6 address",
         "The page shows it, but the list that this game's players get has room for IPv4 addresses "
         "only. Let the game server announce itself by IPv4."),
-    "unconfirmed": OutcomeText(
+    "unconfirmed": (
         "Not heard since a restart",
         "It was listed before this master was restarted, and stays for a while. Is the game server "
         "running, and does it still announce itself here?"),
-    "gone": OutcomeText(
+    "gone": (
         "No longer listed",
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
@@ -13526,27 +12865,20 @@ IPV4_LISTS = "subspace", "hyperbol"     # the lists of these games cannot hold I
 def get_check(web, request):
     """Return the response with the page that says what became of an address's packets.
 
-    The query names the address, by default the client's own, and perhaps a port."""
+    The query names the address, by default the client's own, and perhaps a port. The listed servers
+    on the page are copies, with times in seconds since 1970."""
     address, port = query_endpoint(request, request.address)
     wall = request.now + web.epoch
-    listed = listed_from(web, address, port)
+    listed = []
+    for server in web.registry.servers():
+        if address in (server.address, server.source) and port in (0, server.port):
+            listed.append(with_wall_times(server, web.epoch))
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, wall)
     page = render_check_page(web.look, address, port, findings, listed, wall)
     return HttpResponse(page, HTML_TYPE)
-
-
-def listed_from(web, address, port):
-    """Return the servers that are listed at this address, or were announced from it.
-
-    `port` 0 means all ports. The servers are copies, with times in seconds since 1970."""
-    servers = []
-    for server in web.registry.servers():
-        if address in (server.address, server.source) and port in (0, server.port):
-            servers.append(with_wall_times(server, web.epoch))
-    return servers
 
 
 def current_outcomes(web, request, address, listed):
@@ -13581,26 +12913,21 @@ def listed_outcome(server):
     return "listed"
 
 
-class TimedFinding(NamedTuple):
-    """What the page /check says about one packet."""
-
-    arrived_at: float                   # by the monotonic clock
-    html: str
-
-
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about the packets that came from an address, as HTML, the latest first.
 
     `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
     CHECK_FINDINGS findings are returned."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
-    findings = []
+    timed_findings = []
     for source, protocol, packet_port, record in web.registry.outcomes:
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:
             continue
-        if is_out_of_date(record.outcome, packet_port, confirmed_ports):
+        # Of a ban, and of servers that are listed now, current_outcomes() says more
+        is_answered = record.outcome in ("announced", "challenged", "listed")
+        if record.outcome == "banned" or (is_answered and packet_port in confirmed_ports):
             continue
         # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
@@ -13612,20 +12939,9 @@ def recorded_findings(web, address, port, listed, wall):
             when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
             peer=peer)
-        html = finding(outcome, record.detail, arrival)
-        findings.append(TimedFinding(record.at, html))
-    findings.sort(key=lambda timed: timed.arrived_at, reverse=True)
-    return [timed.html for timed in findings[:CHECK_FINDINGS]]
-
-
-def is_out_of_date(outcome, port, confirmed_ports):
-    """Is a recorded outcome out of date, because current_outcomes() says more?
-
-    That function says whether the address is banned now, and that the servers on `confirmed_ports`
-    are listed now."""
-    if outcome == "banned":
-        return True
-    return outcome in ("announced", "challenged", "listed") and port in confirmed_ports
+        timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
+    timed_findings.sort(reverse=True)
+    return [html for _, html in timed_findings[:CHECK_FINDINGS]]
 
 
 def finding(outcome, detail, arrival=""):
@@ -13634,9 +12950,9 @@ def finding(outcome, detail, arrival=""):
     `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
     came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
     protocol added by somebody else, is its own title."""
-    title, advice = OUTCOMES.get(outcome, OutcomeText(outcome, "%s"))
-    advice_with_detail = advice.replace("%s", detail or "nothing more is known")
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=advice_with_detail)
+    title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
+    todo = advice.replace("%s", detail or "nothing more is known")
+    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -13675,7 +12991,7 @@ METRICS = {
 
 
 def get_metrics(web, request):
-    """Return the response with all metrics, in the text format of Prometheus, version 0.0.4."""
+    """Return all metrics, in the text format of Prometheus, version 0.0.4."""
     values = metric_values(web, request.now)
     lines = []
     for name, help in METRICS.items():
@@ -13684,7 +13000,7 @@ def get_metrics(web, request):
         lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
         for labels, value in values[name].items():
             lines.append("masterserver_%s%s %r\n" % (name, labels, value))
-    return HttpResponse("".join(lines).encode(), METRICS_TYPE)
+    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def metric_values(web, now):
@@ -13723,10 +13039,10 @@ def metric_values(web, now):
 
 
 def get_healthz(web, request):
-    """Return the response for programs that watch this master, as JSON.
+    """Return the state of this master, as JSON.
 
-    Its status is always 200, because the master is able to answer; `trouble` names the parts that
-    do not work."""
+    The status of the response is always 200, because the master is able to answer; `trouble` names
+    the parts that do not work."""
     health = web.core.health
     body = to_json({
         "status": "trouble" if health else "ok",
@@ -13739,46 +13055,42 @@ def get_healthz(web, request):
     return HttpResponse(body + b"\n", JSON_TYPE)
 
 
-def allowed_methods(route):
-    """Return the methods that a route accepts, separated by ", " as in the header field Allow."""
-    if route in ("/announce", DDNET_REGISTER):
-        return "POST, OPTIONS"
-    return "GET, HEAD, OPTIONS"
-
-
 def text_route(text, media_type, setting=""):
     """Return the function of a route that serves `text`.
 
     If the setting of this name names a file, the function serves the text of that file instead."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
-        body = (file_text or text).encode()
-        return public_response(body, media_type)
+        return HttpResponse((file_text or text).encode(), media_type, is_public=True)
 
     return get_text
 
 
+GET = "GET, HEAD, OPTIONS"
+POST = "POST, OPTIONS"
+# The methods of each route, as in the header field Allow, and its function
 ROUTES = {
-    "/": get_page,
-    "/index.html": get_page,
-    "/server": get_server,
-    "/banner.svg": get_banner,
-    "/check": get_check,
-    "/style.css": text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet"),
-    "/app.js": text_route(APP_JS, "text/javascript; charset=utf-8"),
-    "/icon.svg": text_route(ICON_SVG, "image/svg+xml"),
-    "/robots.txt": text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE),
-    "/master.json": get_master_json,
-    "/servers.json": get_servers_json,
-    "/history.json": get_history_json,
-    "/metrics": get_metrics,
-    "/healthz": get_healthz,
-    "/servers.xml": get_servers_xml,
-    "/announce": post_announce,
-    "/list": get_list,
-    DDNET_REGISTER: post_ddnet_register,
-    DDNET_SERVERS: get_ddnet_servers,
-    "/geoip": get_geoip,
+    "/": (GET, get_page),
+    "/index.html": (GET, get_page),
+    "/server": (GET, get_server),
+    "/banner.svg": (GET, get_banner),
+    "/check": (GET, get_check),
+    "/style.css": (GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
+    "/app.js": (GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
+    "/icon.svg": (GET, text_route(ICON_SVG, "image/svg+xml")),
+    "/robots.txt": (GET, text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n",
+                                    TEXT_TYPE)),
+    "/master.json": (GET, get_master_json),
+    "/servers.json": (GET, get_servers_json),
+    "/history.json": (GET, get_history_json),
+    "/metrics": (GET, get_metrics),
+    "/healthz": (GET, get_healthz),
+    "/servers.xml": (GET, get_servers_xml),
+    "/announce": (POST, post_announce),
+    "/list": (GET, get_list),
+    DDNET_REGISTER: (POST, post_ddnet_register),
+    DDNET_SERVERS: (GET, get_ddnet_servers),
+    "/geoip": (GET, get_geoip),
 }
 
 
@@ -13786,7 +13098,6 @@ ROUTES = {
 
 # Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
-EQUAL_MARKS = re.compile(r"(%s)\1*" % MARK)
 ZERO_WIDTH_SPACE = "\u200b"
 
 
@@ -13800,7 +13111,7 @@ def separate_marks(name):
 
     Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
     mark has no effect on a space that follows it."""
-    return EQUAL_MARKS.sub(r"\g<0>" + ZERO_WIDTH_SPACE, name)
+    return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
 def news_text(server, settings, escape=str):
@@ -13826,29 +13137,24 @@ def news_text(server, settings, escape=str):
     return text.strip()
 
 
+# The functions below return the media type and the body of a message. `entry` is the server's entry
+# in /servers.json
+
 def discord_news(server, settings, entry):
-    """Return the media type and the body of a message to Discord. `entry` is not used."""
     text = news_text(server, settings, escape_markdown)
-    no_mentions = {"parse": []}
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": no_mentions})
+    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
 
 
 def slack_news(server, settings, entry):
-    """Return the media type and the body of a message in Slack's format. `entry` is not used."""
     text = news_text(server, settings, separate_marks)
-    escaped = html.escape(text, quote=False)
-    return JSON_TYPE, to_json({"text": escaped})
+    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
 
 
 def text_news(server, settings, entry):
-    """Return the media type and the body of a message as plain text. `entry` is not used."""
     return TEXT_TYPE, news_text(server, settings).encode()
 
 
 def json_news(server, settings, entry):
-    """Return the media type and the body of a message for other programs, as JSON.
-
-    `entry` is the server's entry in /servers.json."""
     text = to_json(news_text(server, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
@@ -13870,6 +13176,8 @@ SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS = {game.game: game for game in GAMES}
+# These settings name a text file, which is read with the settings and again when it changes
+TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
 # ================================================================================================
 # 11  Event loop
@@ -13897,6 +13205,16 @@ LOGGED_FAULT_BYTES = 600            # how much the log shows of input that a bug
 
 class StartError(Exception):
     """The server cannot start; the text says what to change."""
+
+
+class Service(NamedTuple):
+    """What listens on the ports of one setting."""
+
+    name: str
+    transport: str                  # "udp" or "tcp"
+    setting: str                    # its port, or ports; "" for any free port
+    offset: int = 0                 # is added to the port in the setting
+    uses_tls: bool = False
 
 
 class Listener(NamedTuple):
@@ -14271,7 +13589,7 @@ class TcpConnection:
         self.wait_for_next(now)
 
     def write(self, data, now):
-        """Write `data`. Return True if all of it was written.
+        """Write `data`, and the session's `body` after it. Return True if all of it was written.
 
         Return False if the socket had too little room, in which case the remainder is kept in
         `unsent`, or if the connection was broken and is now closed."""
@@ -14284,9 +13602,12 @@ class TcpConnection:
             return False
         self.tally.bytes_out += sent
         if sent == len(data):
-            self.tally.sent += 1
             self.unsent = b""
             self.deadline = math.inf
+            if self.session.body:
+                body, self.session.body = self.session.body, b""
+                return self.write(body, now)
+            self.tally.sent += 1
             return True
         if not self.unsent:
             self.deadline = now + OUTPUT_TOTAL_S
@@ -15269,7 +14590,6 @@ class News:
         self.sent_by_source = collections.OrderedDict()
         self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
-        registry.subscribe(self.on_registry_event, every_master=True)
         self.read(settings)
 
     def read(self, settings):
@@ -15413,7 +14733,7 @@ def file_stamps(settings):
     It is a list with the file_stamp() of each, without files that do not exist. If it differs
     from an earlier one, a file has changed."""
     stamps = []
-    names = (*TEXT_FILES, *TLS_FILES, COUNTRY_FILE)
+    names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
         stamps += file_stamp(path)
     return stamps
@@ -15431,7 +14751,7 @@ def file_stamp(path):
 
 def country_stamp(settings):
     """Return the path of the file with the countries, and its file_stamp()."""
-    path = settings.file(COUNTRY_FILE)
+    path = settings.file("http.countries")
     return path, file_stamp(path)
 
 
@@ -15440,7 +14760,7 @@ def load_country_file(settings):
 
     Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
     memory: were it mapped, the program would crash when somebody copies a new file over it."""
-    path = settings.file(COUNTRY_FILE)
+    path = settings.file("http.countries")
     if not path:
         return None
     try:
@@ -16019,7 +15339,7 @@ class MasterLogs:
         try:
             values = list(json.loads(record))
             row = self.checked_row(ListedRow(*values[:column_count]))
-            server = restored_server(row, time.monotonic(), time.time(), STORED_READERS)
+            server = restored_server(row, time.monotonic(), time.time(), ROOMS)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
@@ -16104,7 +15424,6 @@ class Cluster:
         self.heard_at = {}                      # when each other master was last heard
         self.without_room = {}                  # keys of remote servers that the list cannot hold
         self.thread = WorkerThread("cluster", master_server.post)
-        self.registry.subscribe(self.on_registry_event)
         master_server.news.sends = self.sends_news
         master_server.news.follows = self.follows
         master_server.protocols.append(self)
@@ -16844,93 +16163,6 @@ def web_socket(host, port, tls, address=""):
         raise
 
 
-# The functions below decode a list value by value. To decode megabytes in one call would stop all
-# other threads for that time, and with them the event loop.
-
-JSON_DECODER = json.JSONDecoder()
-# More blanks in a row are an error, because one call that skips megabytes takes too long
-JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
-
-
-def json_array(text, name):
-    """Yield the values of the array that the JSON object in this text has as its member `name`.
-
-    Raise ValueError if there is none among the first JSON_MEMBERS members, or if it has more than
-    LIST_SERVERS values. What follows the array is not read."""
-    position = after_mark(text, 0, "{")
-    for _ in range(JSON_MEMBERS):
-        member, position = json_value(text, position)
-        position = after_mark(text, position, ":")
-        if member == name:
-            yield from json_elements(text, position)
-            return
-        _, position = json_value(text, position)
-        position = after_mark(text, position, ",")
-    raise ValueError("more than %d members" % JSON_MEMBERS)
-
-
-def json_elements(text, position):
-    """Yield the values of the JSON array that begins at this position in a text.
-
-    Raise ValueError if it is not an array, or if it has more than LIST_SERVERS values."""
-    position = after_mark(text, position, "[")
-    count = 0
-    mark, _ = next_mark(text, position)
-    while mark != "]":
-        value, position = json_value(text, position)
-        yield value
-        count += 1
-        if count > LIST_SERVERS:
-            raise ValueError("more than %d servers" % LIST_SERVERS)
-        mark, after_comma = next_mark(text, position)
-        if mark not in ("]", ","):
-            raise ValueError("no comma at character %d" % position)
-        position = after_comma
-
-
-def json_value(text, position):
-    """Return the JSON value that begins at this position in a text, and the position after it.
-
-    Raise ValueError if there is none, or if it is longer than JSON_VALUE_CHARACTERS."""
-    start = after_blanks(text, position)
-    value, length = JSON_DECODER.raw_decode(text[start:start + JSON_VALUE_CHARACTERS])
-    return value, start + length
-
-
-def next_mark(text, position):
-    """Return the next character of a text that is not blank, and the position after it.
-
-    The character is "" at the end of the text."""
-    start = after_blanks(text, position)
-    return text[start:start + 1], start + 1
-
-
-def after_blanks(text, position):
-    """Return the position of the next character of a text that is not blank."""
-    blanks = JSON_BLANKS.match(text, position)
-    return blanks.end() if blanks else position         # it matches always, perhaps an empty text
-
-
-def after_mark(text, position, expected):
-    """Return the position after the next mark of a text. Raise ValueError if it is not the expected
-    one."""
-    mark, following = next_mark(text, position)
-    if mark != expected:
-        raise ValueError("no %s at character %d" % (expected, position))
-    return following
-
-
-def json_entry(entry, json_list):
-    """Return one server of a list in JSON as a dict with the keys that other games' lists have."""
-    server = {}
-    for name in ("address", "name", "mode", "map", "version"):
-        server[name] = clean(str(entry.get(name, "")))
-    server["port"] = int(entry["port"])
-    server["players"] = int(entry[json_list.players])
-    server["max_players"] = int(entry[json_list.max_players])
-    return server
-
-
 def ddnet_list_entry(entry, json_list):
     """Return one server of DDNet's list as a dict with the keys that other games' lists have.
 
@@ -17467,7 +16699,6 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
-    events_this_second = 0          # servers that were listed or have left since the last tick
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
@@ -17516,10 +16747,8 @@ class MasterServer:
         self.saved_list = None
         if self.database is not None:
             self.saved_list = SavedList(
-                self.database, self.registry, self.disk, self.health, STORED_READERS)
-        if on_event:
-            guarded_event = functools.partial(self.guarded, on_event)
-            self.registry.subscribe(guarded_event, every_master=True)
+                self.database, self.registry, self.disk, self.health, ROOMS)
+        self.on_event = on_event
 
     def __enter__(self) -> MasterServer:
         self.start()
@@ -17545,7 +16774,6 @@ class MasterServer:
         self.max_descriptors = descriptor_limit()
         try:
             self.open_protocols()
-            self.registry.subscribe(self.log_event, events=("listed", "gone"), every_master=True)
             self.upstreams = Upstreams(self)
             if self.settings["cluster.redis"]:
                 self.link = Cluster(self)
@@ -17690,6 +16918,7 @@ class MasterServer:
             self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
+        self.tell_changes()
         if self.rules.country_trouble:
             report(self.health, "countries",
                    "the file is damaged: " + self.rules.country_trouble)
@@ -17702,7 +16931,6 @@ class MasterServer:
             self.guarded(self.saved_list.tick, now, time.time())
         else:
             self.registry.altered.clear()       # nobody else empties this set
-        self.log_unlogged_events()
         if self.read_settings and file_stamps(self.settings) != self.file_stamps:
             self.guarded(self.reload, now)
 
@@ -17749,20 +16977,30 @@ class MasterServer:
         for protocol in self.protocols:
             protocol.epoch = epoch
 
-    def log_event(self, event, server):
-        """Log that a server was listed or has left, but not more than LOGGED_EVENTS times a
-        second. `event` is "listed" or "gone"."""
-        self.events_this_second += 1
-        if self.events_this_second <= LOGGED_EVENTS:
+    def tell_changes(self):
+        """Tell everybody who wants to know what has changed in the list since the last tick.
+
+        The log gets at most LOGGED_EVENTS lines of it."""
+        changes = self.registry.changes
+        self.registry.changes = []
+        logged = []
+        for event, server in changes:
+            self.guarded(self.news.on_registry_event, event, server)
+            if self.link and not server.master:
+                self.guarded(self.link.on_registry_event, event, server)
+            if event == "gone" and server.room in self.rooms:
+                self.guarded(self.rooms[server.room].gone, server)
+            if self.on_event:
+                self.guarded(self.on_event, event, server)
+            # A server that was restored from the disk has not just been listed
+            if event == "gone" or (event == "listed" and server.confirmed):
+                logged.append((event, server))
+        for event, server in logged[:LOGGED_EVENTS]:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
-
-    def log_unlogged_events(self):
-        """Log how many events log_event() has left out in the last second, and reset the count."""
-        if self.events_this_second > LOGGED_EVENTS:
+        if len(logged) > LOGGED_EVENTS:
             log.info("%d more servers listed or removed in the last second",
-                     self.events_this_second - LOGGED_EVENTS)
-        self.events_this_second = 0
+                     len(logged) - LOGGED_EVENTS)
 
     def guarded(self, call, *arguments):
         """Call a function with these arguments. If it raises an exception, log that as a fault of
@@ -17804,63 +17042,51 @@ class MasterServer:
     # Sockets
 
     def open_protocols(self):
-        """Create the protocols that the settings switch on, bind their sockets and restore the
-        saved list.
+        """Bind the sockets of the games that the settings switch on, of the web server and of the
+        poller, and restore the saved list.
 
         Raise StartError if ports cannot be bound. It names all of them, because another program
         often holds several."""
-        core = self.core()
         problems = []
-        for entry in PROTOCOLS:
-            ports = self.ports_of(entry)
-            tls_ports = self.settings[entry.tls_setting] if entry.tls_setting else ()
-            if not ports and not tls_ports:
+        for room in self.rooms.values():
+            if not room.is_on(self.settings):
                 continue
-            protocol = entry.make(core)
-            self.protocols.append(protocol)
-            if entry.transport:
-                problems += self.open_sockets(entry, protocol, ports)
-                tls_entry = entry._replace(
-                    name=entry.name + "s", setting=entry.tls_setting, uses_tls=True)
-                problems += self.open_sockets(tls_entry, protocol, tls_ports)
+            for port in room.ports:
+                protocol = port.make(room)
+                service = Service(room.game, port.transport, room.game + ".port", port.offset)
+                problems += self.open_sockets(service, protocol)
+                if protocol is not room:
+                    self.protocols.append(protocol)
+            self.protocols.append(room)
+        web = Web(self)
+        problems += self.open_sockets(Service("http", "tcp", "http.ports"), web)
+        tls_service = Service("https", "tcp", "http.https_ports", uses_tls=True)
+        problems += self.open_sockets(tls_service, web)
+        problems += self.open_sockets(Service("poll", "udp", ""), self.poller)
+        # The poller comes last, because its tick then queries servers that the others have named
+        self.protocols += [web, self.poller]
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            # News is called like a protocol, but servers do not announce themselves to it
-            protocols = [protocol for protocol in self.protocols if protocol is not self.news]
-            self.saved_list.restore(time.monotonic(), time.time(), protocols)
+            rooms = {room.game: room for room in self.rooms.values() if room.is_on(self.settings)}
+            self.saved_list.restore(time.monotonic(), time.time(), rooms)
 
-    def ports_of(self, entry):
-        """Return a tuple of the ports in a ProtocolEntry's setting; ANY_FREE_PORT may be one of
-        them. Return () if the setting is empty, which switches the protocol off."""
-        if not entry.setting:
+    def ports_of(self, service):
+        """Return a tuple of the ports in a Service's setting; ANY_FREE_PORT may be one of them.
+        Return () if the setting is empty, which switches it off."""
+        if not service.setting:
             return (ANY_FREE_PORT,)
-        value = self.settings[entry.setting]
+        value = self.settings[service.setting]
         if value is None:
             return ()
         if isinstance(value, tuple):
             return value
         return (value,)
 
-    def core(self):
-        """Return a new Core, the parts of this program that every protocol is given."""
-        return Core(
-            settings=self.settings,
-            registry=self.registry,
-            poller=self.poller,
-            resolve=self.host_names.resolve,
-            http_announcers={},
-            http_games={},
-            send=functools.partial(self.send_from, self.poller),
-            database=self.database,
-            tallies=self.tallies,
-            health=self.health,
-            listeners=self.listeners,
-            gauges=self.gauges,
-            hourly_players=self.hourly_players,
-            cluster=self.cluster,
-            upstream=self.upstream)
+    def send(self, data, peer):
+        """Send a datagram at once, from the poller's port."""
+        self.send_from(self.poller, data, peer)
 
     def hourly_players(self):
         """Return the last day's hourly player counts, lists by the server's key. Return {} if there
@@ -17869,10 +17095,12 @@ class MasterServer:
             return {}
         return self.saved_list.hourly_players
 
-    def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets: one for each of these ports at each address of the setting
-        [server] bind. Return a list with an error message for each one that cannot be bound."""
+    def open_sockets(self, entry, protocol):
+        """Bind a protocol's sockets: one for each port of its Service at each address of the
+        setting [server] bind. Return a list with an error message for each one that cannot be
+        bound."""
         problems = []
+        ports = self.ports_of(entry)
         hosts = self.settings["server.bind"]
         for base_port, host in itertools.product(ports, hosts):
             if protocol.ipv4_only and ":" in host:
@@ -18063,10 +17291,6 @@ AIO_FRAMED_CONFIRMATION = AIO_DONE + AIO_PUBLISH_PORT
 AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
-class MasterRefused(Exception):
-    """Raised if a master does not list this game server. The text gives the master's reason."""
-
-
 class Announcer:
     """Announces one game server to one master, in the game's own protocol.
 
@@ -18146,15 +17370,6 @@ class Announcer:
         else:
             self.due = now + self.pause_s
             self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)
-
-
-def text_field(text, max_bytes, encoding="utf-8"):
-    """Encode a text and cut it to at most `max_bytes` bytes, but never within a character.
-
-    Characters that the encoding lacks become "?"."""
-    cut = text.encode(encoding, "replace")[:max_bytes]
-    whole_characters = cut.decode(encoding, "ignore")
-    return whole_characters.encode(encoding)
 
 
 class IceballAnnouncer(Announcer):

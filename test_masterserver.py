@@ -21,7 +21,6 @@ import html
 import html.parser
 import http.client
 import http.server
-import importlib.util
 import io
 import ipaddress
 import itertools
@@ -122,9 +121,15 @@ def feed(session: ms.Session, data: bytes, size: int = 1 << 30, now: float = 0.0
     for at in range(0, len(data), size):
         answer = session.receive(data[at:at + size], now)
         while answer:
-            out += answer
+            out += sent(session, answer)
             answer = b"" if session.done else session.receive(b"", now)
     return out
+
+
+def sent(session: ms.Session, answer: bytes) -> bytes:
+    """What a connection sends for the answer of a session: a long body follows it."""
+    body, session.body = session.body, b""
+    return answer + body
 
 
 class RunningServer:
@@ -329,6 +334,15 @@ class SettingsTest(unittest.TestCase):
                 file.write(text.encode("utf-8") if isinstance(text, str) else text)
             return ms.Settings.load(path, overrides)
 
+    def refused(self, text, *overrides):
+        """What the error of this ini says; "" if it is none."""
+        try:
+            self.load(text, *overrides)
+        except ms.SettingsError as error:
+            self.assertNotIn("\n", str(error))
+            return str(error)
+        return ""
+
     def test_defaults_need_no_file(self):
         settings = ms.Settings()
         self.assertEqual((settings["server.bind"], settings["iceball.version"], settings["games"]),
@@ -344,9 +358,15 @@ class SettingsTest(unittest.TestCase):
                 ("http.ports", "8080, 0,", (8080, 0)), ("limits.exempt", "", ()),
                 ("aio.port", "", None), ("iceball.port", "65534", 65534),
                 ("http.intro", " two\nlines ", "two\nlines"),
+                ("http.intro", "Hello\n  see https://h.example/a=b",
+                 "Hello\n  see https://h.example/a=b"),
+                ("http.intro", 'x\n  <a href="https://h/">', 'x\n  <a href="https://h/">'),
+                ("http.intro", "x\n a = b c d://", "x\n a = b c d://"),
                 ("server.bind", "::ffff:127.0.0.1, [::1]", ("127.0.0.1", "::1")),
                 ("server.public_address", "2001:DB8::0", "2001:db8::"),
                 ("server.log_level", " Debug", "debug"),
+                ("server.refuse_names", "\nA|b$\n ug", (re.compile("A|b$", re.I),
+                                                        re.compile("ug", re.I))),
                 ("iceball.accept_versions", "0.2.1, 0.2a-4", (8421376, 8389636)),
                 ("hyperbol.servers", "a.example:5\n[::1]:6 3",
                  (("a.example", 5, 0), ("::1", 6, 3))),
@@ -359,19 +379,15 @@ class SettingsTest(unittest.TestCase):
                 ("official.[::1]:5", "No", {("::1", 5): False}),
                 ("priority.192.0.2.1:5", "-1000", {("192.0.2.1", 5): -1000}),
                 ("address_map.::ffff:10.0.0.1", "1.2.3.4", {"10.0.0.1": "1.2.3.4"}),
+                ("bans.198.51.100.9/24", "fakes: = and #",
+                 {ipaddress.ip_network("198.51.100.0/24"): "fakes: = and #"}),
                 ("games.my-game_2", "My Game", {"my-game_2": "My Game"}),
+                ("country.203.0.113.7:20737", " DE ", {("203.0.113.7", 20737): "de"}),
+                ("country.2001:DB8::1", "us", {("2001:db8::1", 0): "us"}),
                 ("limits.requests", "2.5", (2.5, 2.5)), ("limits.requests", "2/9", (2, 9))):
             settings = ms.Settings({name: text})
             row = name if name in settings.values else name.partition(".")[0]
             self.assertEqual((settings[row], settings.given), (value, {row}), name)
-
-    def test_networks_and_patterns(self):
-        settings = self.load("[bans]\n198.51.100.9/24 = fakes: = and # in it\n"
-                             "[server]\nrefuse_names = bad, (worse|worst)$\n  ugly\n")
-        self.assertEqual({str(network): words for network, words in settings["bans"].items()},
-                         {"198.51.100.0/24": "fakes: = and # in it"})
-        first, second = settings["server.refuse_names"]
-        self.assertTrue(first.search("a BAD, worst") and second.search("uglyfoo"))
 
     def test_errors_name_file_key_and_nearest(self):
         for ini, words in (
@@ -386,46 +402,28 @@ class SettingsTest(unittest.TestCase):
                 ("[official]\n1.2.3.4:5 = perhaps\n", "expected one of 1, yes, true, on, 0, no"),
                 ("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address"),
                 ("[bans]\n1.2.3.4/33 = x\n", "expected an IPv4 or IPv6 network"),
-                ("[server]\nrefuse_names = (\n", "mistake at character 1"),
-                ("[server]\nrefuse_names = a{99999999999}\n", "this one is too large"),
+                ("[server]\nrefuse_names = good\n (\n", "good (: item 2: expected a regular"),
+                ("[server]\nrefuse_names = a{99999999999}\n", "expected a regular expression"),
                 ("[server]\ndatabase = a\0b\n", "a NUL character is not allowed"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
+                ("[server]\ndatabase = some.ini\n", "database: that is the ini"),
                 ("[games]\naio = A\n", "the id aio is taken"),
-                ("[quake3]\ntags = Warsow\n", "tags = Warsow: expected TAG = GAME"),
-                ("port = 1\n", "no section header"),
+                ("[quake3]\ntags = Warsow\n", "tags = Warsow: item 1: expected TAG = GAME"),
+                ("port = 1\n", "line 1: expected, in UTF-8, [section]"),
                 ("[bans]\n192.0.2.1\n", "line 2"),
                 ("[subspace]\nzones =\n192.0.2.1:5\n", "an indented line that continues"),
                 ("[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "expected one line"),
-                (b"[server]\n\xff\xfe", "in UTF-8"),
+                (b"[server]\n\xff\xfe", "byte 10: expected, in UTF-8"),
                 ("[server]\n".encode("utf-16"), "in UTF-8")):
-            with self.assertRaises(ms.SettingsError, msg=ini) as caught:
-                self.load(ini)
-            self.assertIn("some.ini: ", str(caught.exception))
-            self.assertIn(words, str(caught.exception))
-
-    def test_of_a_url_no_more_than_the_host_is_shown(self):
-        for text, shown in (
-                ("", ""), ("no URL: a/b@c", "no URL: a/b@c"), ("a://", "a://"),
-                ("discord https://h.example/api/T?a=T", "discord https://h.example/…"),
-                ("https://h-1.example", "https://h-1.example"),
-                ("http://[::1]:5/T", "http://[::1]/…"),
-                ("https://h:443", "https://h/…"), ("https://h?T", "https://h/…"),
-                ("https://h T", "https://h/…"), ("https://h\nT", "https://h/…"),
-                ("redis://:T@h/0", "redis://…"), ("redis://T@h", "redis://…"),
-                ("redis://:T@T/T@h:6379/0", "redis://…"), ("redis://u:T/T@h", "redis://…"),
-                ("redis://:T", "redis://…"), ("https://h/T@T", "https://…"),
-                ("https://a/T and https://b/T", "https://a/…"), ("unix:///T", "unix://…")):
-            self.assertEqual(ms.without_secrets(text), shown, text)
-
-    # A webhook and what else is secret, as an operator may write it; TOKEN is nowhere to be seen
-    SECRET_LINES = (
-        "ours = discord https://h.example/api/TOKEN", "ours=text https://h.example/?a=TOKEN",
-        "ours = slack https://me:TOKEN@h.example/", "ours = redis://:TOK/EN@TOKEN@h.example:1/0",
-        "redis = redis://:TOKEN@h.example:6379/0", "redis = rediss://me:TOKEN TOKEN@h.example",
-        "redis = redis://:TOKEN", "discord https://h.example/?a=TOKEN",
-        "discord https://h.example/TOKEN?a=b", "https://h.example/TOKEN/?a=b&c=TOKEN",
-        "redis://:TOKEN=TOKEN@h.example/0", "discord https://h.example/TOKEN",
-        "203.0.113.7:5 = https://h.example/TOKEN", "203.0.113.7 https://h.example/TOKEN = yes")
+            error = self.refused(ini)
+            self.assertIn("some.ini: " if "that is" not in words else "", error)
+            self.assertIn(words, error)
+        for path in "nowhere.ini", "", HERE:            # the last one is a folder
+            with self.assertRaisesRegex(ms.SettingsError, "name right, and may this user read it"):
+                ms.Settings.load(path, missing_ok=path == HERE)
+        settings = ms.Settings.load("nowhere.ini", missing_ok=True)
+        self.assertEqual((settings["iceball.port"], settings.found), (27790, False))
+        self.assertEqual([self.load(ini).found for ini in ("", "[http]\n")], [False, True])
 
     def test_lists_of_other_masters(self):
         """(the line, the Upstream, the master's name, the list's name)"""
@@ -446,11 +444,9 @@ class SettingsTest(unittest.TestCase):
                  "luanti a.example"),
                 ("luanti http://a.example", ("luanti", "a.example", 80), "a.example:80",
                  "luanti a.example:80"),
-                ("luanti https://a.example/", ("luanti", "a.example", 443, True), "a.example",
-                 "luanti https://a.example"),
                 ("luanti https://a.example/list", ("luanti", "a.example", 443, True), "a.example",
                  "luanti https://a.example"),
-                ("luanti https://a.example:5", ("luanti", "a.example", 5, True), "a.example:5",
+                ("luanti https://a.example:5/", ("luanti", "a.example", 5, True), "a.example:5",
                  "luanti https://a.example:5")):
             found, = ms.Settings({"upstream.masters": "\n%s\n\n%s\n" % (line, line)})[
                 "upstream.masters"]
@@ -462,26 +458,27 @@ class SettingsTest(unittest.TestCase):
                 ("a.example", "expected one of"), ("quake3 a.example", "GAMENAME PROTOCOL"),
                 ("quake3 a.example 71", "GAME HOST"), ("quake3 a.example X 3 4", "GAME HOST"),
                 ("quake3 a.example X three", "GAME HOST"), ("quake3 a.example X 03", "GAME HOST"),
-                ('quake3 a.example X"{ 3', "GAME HOST"),
-                ("hyperbol a.example X", "GAME HOST"), ("aio https://a.example", "GAME HOST"),
-                ("luanti ftp://a.example", "GAME HOST"), ("luanti http://a.example/x", "GAME HOST"),
-                ("luanti https://me:TOKEN@a.example", "expected"), ("aio a.example:0", "expected"),
-                ("aio a.example:70000", "expected"), ("aio caf\xe9.example", "GAME HOST"),
-                ("\n".join("aio a%d.example" % number for number in range(21)), "at most 20")):
-            error = self.refused("[upstream]\nmasters =\n  aio b.example\n  "
-                                 + line.replace("\n", "\n  "))
+                ('quake3 a.example X"{ 3', "GAME HOST"), ("hyperbol a.example X 3", "GAME HOST"),
+                ("aio https://a.example", "GAME HOST"), ("luanti ftp://a.example", "GAME HOST"),
+                ("luanti http://a.example/x", "GAME HOST"), ("aio a.example:0", "GAME HOST"),
+                ("luanti https://me:TOKEN@a.example", "GAME HOST"),
+                ("aio a.example:70000", "GAME HOST"), ("aio caf\xe9.example", "GAME HOST")):
+            error = self.refused("[upstream]\nmasters =\n  aio b.example\n  " + line)
+            self.assertIn(": item 2: ", error)
             self.assertIn(words, error)
-            self.assertIn("line 2 of the value: " if "\n" not in line else "at most", error)
             self.assertNotIn("TOKEN", error)
+        lists = "\n ".join("aio a%d.example" % number for number in range(21))
+        self.assertIn("at most 20", self.refused("[upstream]\nmasters = " + lists))
 
-    def refused(self, text, *overrides):
-        """What the error of this ini says; "" if it is none."""
-        try:
-            self.load(text, *overrides)
-        except ms.SettingsError as error:
-            self.assertNotIn("\n", str(error))
-            return str(error)
-        return ""
+    # A webhook and what else is secret, as an operator may write it; TOKEN is nowhere to be seen
+    SECRET_LINES = (
+        "ours = discord https://h.example/api/TOKEN", "ours=text https://h.example/?a=TOKEN",
+        "ours = slack https://me:TOKEN@h.example/", "ours = redis://:TOK/EN@TOKEN@h.example:1/0",
+        "redis = redis://:TOKEN@h.example:6379/0", "redis = rediss://me:TOKEN TOKEN@h.example",
+        "redis = redis://:TOKEN", "discord https://h.example/?a=TOKEN",
+        "discord https://h.example/TOKEN?a=b", "https://h.example/TOKEN/?a=b&c=TOKEN",
+        "redis://:TOKEN=TOKEN@h.example/0", "discord https://h.example/TOKEN",
+        "203.0.113.7:5 = https://h.example/TOKEN", "203.0.113.7 https://h.example/TOKEN = yes")
 
     def test_no_error_shows_a_secret_wherever_its_line_stands(self):
         """Under each header, in the wrong one, below a value, in none, and by --set."""
@@ -510,45 +507,28 @@ class SettingsTest(unittest.TestCase):
             for name in (*ms.SETTINGS, *ms.section_names(), "nothing.here"):
                 for item in ("%s.%s" % (name, line), "%s=%s" % (name, line), line):
                     self.assertNotIn("TOKEN", self.refused("", item), item)
-
-    def test_a_line_below_another_value_is_told_where_it_belongs(self):
-        for section, above in (
-                ("http", "intro = Hello"), ("aio", "news = Hello"), ("notify", "text = $name"),
-                ("quake3", "tags = A = B"), ("server", "refuse_names = bad"), ("games", "a = A"),
-                ("bans", "203.0.113.0/24 = fakes"), ("webhooks", "a = text https://h.example/")):
-            for line, belongs in (
-                    ("ours = discord https://h.example/TOKEN", "[webhooks]"),
-                    ("ours=https://h.example/TOKEN", "[webhooks]"),
-                    ("redis = redis://:TOKEN@h", "[cluster]"),
-                    ("url = https://h.example", "[http]")):
-                error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
-                self.assertIn("some.ini: [%s] %s: the line %s = … below this value" % (
-                    section, above.partition(" =")[0], line.partition("=")[0].strip()), error)
-                self.assertIn("probably belongs in " + belongs, error)
-        for text in ("Hello\n  see https://h.example/a=b", "a = b\n  c = d",
-                     'x\n  <a href="https://h.example/">', "x\n  a = one two three://"):
-            self.assertEqual(self.refused("[http]\nintro = %s\n" % text), "", text)
-
-    def test_a_wrong_command_line_shows_no_secret(self):
         for words in (("--set", "cluster.redis", "redis://:SECRET@h/0"),
                       ("--redis=redis://:SECRET@h/0",), ("list", "--game", "x://h/SECRET", "h")):
             status, out, err = command(*words)
             self.assertEqual((status, "SECRET" in out + err), (2, False), words)
-            self.assertIn("://", err)
+            self.assertIn("://…", err)
 
-    def test_the_database_is_not_the_ini(self):
-        """What is no database would be renamed as a damaged one."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "m.ini")
-            with open(path, "w") as file:
-                file.write("[server]\ndatabase = m.ini\n")
-            with self.assertRaisesRegex(ms.SettingsError, "database: that is the ini"):
-                ms.Settings.load(path)
+    def test_an_indented_line_of_a_setting_is_refused(self):
+        """It would be a part of the text above it, and of what the page shows."""
+        for section, above in (
+                ("http", "intro = Hello"), ("aio", "news = Hello"), ("notify", "text = $name"),
+                ("quake3", "tags = A = B"), ("server", "refuse_names = bad"), ("games", "a = A"),
+                ("bans", "203.0.113.0/24 = fakes"), ("webhooks", "a = text https://h.example/")):
+            for line in ("ours = discord https://h.example/TOKEN", "ours=https://h.example/TOKEN",
+                         "redis = redis://:TOKEN@h", "url = https://h.example"):
+                error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
+                self.assertIn("some.ini: [%s] %s: the line %s = … below this value is indented" % (
+                    section, above.partition(" =")[0], line.partition("=")[0].strip()), error)
 
     def test_public_texts_and_file_names_have_no_url(self):
         for name in ("http.title", "games.mygame", "http.template", "http.stylesheet",
                      "aio.news_file", "server.database", "server.log_file"):
-            with self.assertRaisesRegex(ms.SettingsError, "discord https://h/…: a URL cannot"):
+            with self.assertRaisesRegex(ms.SettingsError, "discord https://…: a URL cannot"):
                 ms.Settings({name: "discord https://h/TOKEN"})
 
     def test_a_setting_that_was_removed_is_a_warning(self):
@@ -558,23 +538,6 @@ class SettingsTest(unittest.TestCase):
         self.assertIn("some.ini: [aio] dialects is no longer a setting and has no effect", first)
         self.assertIn("--set: [aio] text_greeting_after is no longer a setting", second)
 
-    def test_lines_added_at_the_end(self):
-        settings = self.load("\ufeff" + ms.config_text() + "[http]\ntitle = Ours\n[games]\na = A\n"
-                             "[bans]\n[http]\nTitle = 5 %% of %(x)s\n"
-                             "[official]\n[::1]:27790 = yes\n")
-        self.assertEqual((settings["http.title"], settings["games"], settings["official"]),
-                         ("5 %% of %(x)s", {"a": "A"}, {("::1", 27790): True}))
-
-    def test_missing_file(self):
-        for path in "nowhere.ini", "":
-            with self.assertRaisesRegex(ms.SettingsError, "name right, and may this user read it"):
-                ms.Settings.load(path)
-        settings = ms.Settings.load("nowhere.ini", missing_ok=True)
-        self.assertEqual((settings["iceball.port"], settings.found), (27790, False))
-        with self.assertRaisesRegex(ms.SettingsError, "cannot be read"):       # it is a folder
-            ms.Settings.load(HERE, missing_ok=True)
-        self.assertEqual([self.load(ini).found for ini in ("", "[http]\n")], [False, True])
-
     def test_overrides(self):
         settings = self.load("[iceball]\nport = 1\n", "iceball.port=", " http.ports = 0 ",
                              "official.1.2.3.4:5=yes")
@@ -583,8 +546,7 @@ class SettingsTest(unittest.TestCase):
         for wrong, words in (
                 ("iceball.port", "expected section.key=value"), ("port=1", r"\[port\] is not a"),
                 ("iceball.prot=1", "did you mean port"), ("http.title=\udcff", "surrogate")):
-            with self.assertRaisesRegex(ms.SettingsError, "--set.*" + words):
-                self.load("", wrong)
+            self.assertRegex(self.refused("", wrong), "--set.*" + words)
 
     def test_paths_begin_in_the_folder_of_the_ini(self):
         folder = os.path.join(os.path.abspath(os.sep), "etc")
@@ -599,15 +561,18 @@ class SettingsTest(unittest.TestCase):
                 (loaded, "http.template", "")):
             self.assertEqual(settings.file(name), found)
 
-    def test_config_text_is_the_ini_and_changes_nothing(self):
-        with open(os.path.join(HERE, "masterserver.ini"), encoding="utf-8") as file:
-            self.assertEqual(file.read(), ms.config_text())
+    def test_config_text_changes_nothing_and_lines_may_follow_it(self):
         self.assertEqual(self.load(ms.config_text()).values, ms.Settings().values)
         enabled = self.load(re.sub(r"(?m)^#(?! )", "", ms.config_text()))
-        self.assertEqual(enabled.given, {row.name for row in ms.SETTINGS.values()})
+        self.assertEqual(enabled.given, set(ms.SETTINGS))
         for row in ms.SETTINGS.values():
             default = ms.Settings()[row.name] if row.key else enabled[row.name] or "an example"
             self.assertEqual(enabled[row.name], default, row.name)
+        settings = self.load("\ufeff" + ms.config_text() + "[http]\ntitle = Ours\n[games]\na = A\n"
+                             "[bans]\n[http]\nTitle = 5 %% of %(x)s\n"
+                             "[official]\n[::1]:27790 = yes\n")
+        self.assertEqual((settings["http.title"], settings["games"], settings["official"]),
+                         ("5 %% of %(x)s", {"a": "A"}, {("::1", 27790): True}))
 
     def test_values_at_their_edges(self):
         for read, good, bad in (
@@ -622,7 +587,10 @@ class SettingsTest(unittest.TestCase):
                 (ms.read_page_url, "https://h http://h:5/a", "https://h/ https://u:p@h https://"),
                 (ms.read_public, "1.0.0.0 223.255.255.255 2001:db8::1 ::ffff:1.2.3.4",
                  "0.1.2.3 224.0.0.1 255.255.255.255 :: ff02::1 ::ffff:224.0.0.1 a.example"),
-                (ms.read_rate, "0.01/1 1000000", "0.009/1 1000001 1/0.9 1/1000001")):
+                (ms.read_rate, "0.01/1 1000000", "0.009/1 1000001 1/0.9 1/1000001"),
+                (ms.read_country, "de DE", " d deu Germany zz"),
+                (ms.read_country_place, "203.0.113.7:20737 203.0.113.7 2001:DB8::1 [2001:db8::1]:5",
+                 "a.example 203.0.113.7: 203.0.113.7:70000 203.0.113.0/24")):
             for text in good.split(" "):
                 read(text)
             for text in bad.split(" "):
@@ -5416,14 +5384,24 @@ class PagesTest(unittest.TestCase):
                              ([1, 16], "M0 9V8h1V0h1V9"), ([1], "M0 9V6h1V9")):
             self.holds(ms.render_sparkline(values), 'd="%s"' % path)
 
-    def test_ticks(self):
-        for top, ticks in ((0, [0, 1]), (1, [0, 1]), (3, [0, 1, 2, 3]), (7.2, [0, 2, 4, 6, 8]),
-                           (43, [0, 20, 40, 60]), (100, [0, 50, 100])):
-            self.assertEqual(ms.value_ticks(top), ticks)
+    def test_the_axes_of_a_chart(self):
+        for peak, ticks in ((0, "0 1"), (1, "0 1"), (3, "0 1 2 3"), (7.2, "0 2 4 6 8"),
+                            (43, "0 20 40 60"), (100, "0 50 100"),
+                            (1999, "0 500 1,000 1,500 2,000")):
+            with self.subTest(peak=peak):
+                chart = ms.render_chart(ms.Series(0, 60, [peak], [peak]), WALL)
+                texts = re.findall(r'class="tick( long)? end"[^>]*>([0-9,]+)<', chart)
+                self.assertEqual(" ".join(text for _, text in texts), ticks)
+                self.assertEqual({is_long for is_long, _ in texts}, {" long" if peak > 999 else ""})
         for days, first, count in ((1, "03:00", 8), (7, "Sun 15", 7), (31, "24 Oct", 6),
                                    (366, "Dec", 12)):
-            found = ms.time_ticks(WALL - days * 86400 + 60, WALL - 60)
-            self.assertEqual((found[0][1], len(found)), (first, count))
+            with self.subTest(days=days):
+                samples = [1] * (days * 24)
+                chart = ms.render_chart(
+                    ms.Series(WALL - days * 86400 + 60, 3599, samples, samples), WALL)
+                texts = re.findall(r'<text class="middle( minor)?"[^>]*>([^<]+)<', chart)
+                self.assertEqual((texts[0][1], len(texts)), (first, count))
+                self.assertEqual([minor for minor, _ in texts[:3]], ["", " minor", ""])
 
     def test_chart_leaves_gaps_and_names_peak_and_latest(self):
         means = [1, 2, None, None, 7, None, 3, 3, None, 4]
@@ -5443,7 +5421,7 @@ class PagesTest(unittest.TestCase):
         day, year = [ms.render_chart(make_series(span), WALL) for span in ("day", "year")]
         self.assertEqual(re.findall(r'<text class="middle[^>]*>([^<]+)<', day),
                          "03:00 06:00 09:00 12:00 15:00 18:00 21:00 00:00".split())
-        self.assertLess(len(re.findall("h.01", year)), ms.CHART_POINTS)         # not one an hour
+        self.assertLess(len(re.findall("h.01", year)), 366)         # not one an hour
         self.holds(year, "h.01L24 ")
         series = make_series()
         series.peaks[101] = 40
@@ -6492,7 +6470,7 @@ class FuzzTest(unittest.TestCase):
             b"[" * 4000)}
     # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
     MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
-                "waiting", "by_source", "altered", "gamenames_by_tag"}
+                "waiting", "by_source", "altered", "gamenames_by_tag", "caches", "scheme_fields"}
     DECODERS = (ms.parse_zone_list, ms.parse_hyperbol_list, ms.parse_hyperbol_greeting, ms.aio_info,
                 ms.luanti_goodbye, lambda data: ms.parse_quake3_info(ms.split_quake3_pairs(data)))
 
@@ -6653,6 +6631,8 @@ class FuzzTest(unittest.TestCase):
                 for name, value in vars(thing).items()
                 if isinstance(value, (dict, list, set)) and value}
         self.assertLessEqual(left, self.MAY_STAY)
+        for protocol in self.protocols.values():
+            self.assertFalse(any(getattr(protocol, "caches", {}).values()))
 
 
 class AmplificationTest(unittest.TestCase):
@@ -6814,7 +6794,7 @@ def answered(session, data, now=0.0):
             result = error
         answer = session.resume(result, now)
         while answer:
-            out += answer
+            out += sent(session, answer)
             answer = b"" if session.done else session.receive(b"", now)
     return out
 
@@ -6850,6 +6830,14 @@ class WebCase(unittest.TestCase):
     def list(self, port=1, address="203.0.113.9", game="iceball", source="", **fields):
         return self.registry.list_or_refresh(
             (game, address, port), source or address, 0.0, 120.0, {"name": "S", **fields})
+
+
+TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
+JSON, POST_ALONE = "application/json; charset=utf-8", "POST, OPTIONS"
+GZIPPED = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+PLAIN = {"Content-Encoding": None, "Vary": "Accept-Encoding"}
+READABLE = {"Access-Control-Allow-Origin": "*"}
+UNCACHED = {"ETag": None, "Cache-Control": "no-store"}
 
 
 class HttpTest(WebCase):
@@ -7033,19 +7021,49 @@ class HttpTest(WebCase):
         self.assertEqual(self.web.request_counts["none", 429], 1)
         self.assertFalse(self.web.speaks_first)
 
-    def test_the_body_of_an_error_is_what_its_reader_expects(self):
-        browser, json_type = "Accept: text/html,*/*", "application/json; charset=utf-8"
-        html_type, text_type = "text/html; charset=utf-8", "text/plain; charset=utf-8"
-        for path, line, status, type, begins in (
-                ("/nope", browser, 404, html_type, b"<!"),
-                ("/nope", "Accept: */*", 404, text_type, b"404 Not Found\nThere is no page"),
-                ("/?players_min=x", browser, 400, html_type, b"<!"),
-                ("/announce", browser, 405, json_type, b'{"listed":false,"reason":"/announce'),
-                ("/master.json", "Content-Length: x", 400, text_type, b"400 Bad")):
-            found, headers, body = self.get(path, line)
-            self.assertEqual((found, headers["Content-Type"]), (status, type), path)
-            self.assertTrue(body.lower().startswith(begins.lower()), body[:80])
-        self.assertEqual(self.get("/announce")[1]["Allow"], "POST, OPTIONS")
+    FIELDS = (
+        # The body of an error is what its reader expects
+        ("GET /nope", "Accept: text/html,*/*", 404, {"Content-Type": HTML}, b"<!doctype"),
+        ("GET /nope", "Accept: */*", 404, {"Content-Type": TEXT}, b"404 Not Found\nThere is no pa"),
+        ("GET /?players_min=x", "Accept: text/html,*/*", 400, {"Content-Type": HTML}, b"<!doctype"),
+        ("GET /announce", "Accept: text/html", 405, {"Content-Type": JSON, "Allow": POST_ALONE},
+         b'{"listed":false,"reason":"/announce'),
+        ("GET /master.json", "Content-Length: x", 400, {"Content-Type": TEXT}, b"400 Bad"),
+        ("OPTIONS /", "", 200, {"Allow": "GET, HEAD, OPTIONS"}, b""),
+        # gzip, for those who take it
+        ("GET /style.css", "Accept-Encoding: gzip", 200, GZIPPED, b"\x1f\x8b"),
+        ("GET /style.css", "Accept-Encoding: br, gzip;q=0.5", 200, GZIPPED, b"\x1f\x8b"),
+        ("GET /style.css", "Accept-Encoding: br\r\nAccept-Encoding: GZIP", 200, GZIPPED, b"\x1f"),
+        ("GET /style.css", "Accept-Encoding: br", 200, PLAIN, b""),
+        ("GET /style.css", "Accept-Encoding: gzip;q=0", 200, PLAIN, b""),
+        ("GET /style.css", "Accept-Encoding: gzip ; q=0.0, br", 200, PLAIN, b""),
+        ("GET /style.css", "Accept-Encoding: ", 200, PLAIN, b""),
+        ("GET /robots.txt", "Accept-Encoding: gzip", 200, PLAIN, b"User-agent"),        # too short
+        # Scripts of other sites may read the data
+        ("GET /servers.json", "", 200, READABLE, b""),
+        ("OPTIONS /servers.json", "", 200, READABLE, b""),
+        ("GET /servers.xml?game=x", "", 404, READABLE, b""),
+        ("GET /", "", 200, {"Access-Control-Allow-Origin": None}, b""),
+        ("GET /check", "If-None-Match: *", 200, UNCACHED, b""),
+        ("GET /healthz", 'If-None-Match: none, ""', 200, UNCACHED, b""),
+        ("GET /nope", "", 404, UNCACHED, b""),
+    )
+
+    def test_the_fields_of_the_answer(self):
+        plain = self.get("/style.css")[2]
+        for request, lines, status, fields, begin in self.FIELDS:
+            with self.subTest(request=request, lines=lines):
+                method, path = request.split()
+                found, headers, body = self.get(path, *[lines] if lines else [], method=method)
+                self.assertEqual((found, {name: headers.get(name) for name in fields}),
+                                 (status, fields))
+                self.assertTrue(body.lower().startswith(begin.lower()), body[:80])
+                if fields is GZIPPED:
+                    self.assertEqual(gzip.decompress(body), plain)
+        self.web.forget_responses()
+        with mock.patch.object(ms, "GZIP_MAX_BYTES", 1000):
+            headers = self.get("/style.css", "Accept-Encoding: gzip")[1]
+            self.assertNotIn("Content-Encoding", headers, "too long")
 
     def test_a_head_alone(self):
         for path in ("/", "/master.json", "/index.html", "/style.css", "/nope"):
@@ -7077,36 +7095,6 @@ class HttpTest(WebCase):
         self.list(2)
         self.web.tick(2.0)
         self.assertEqual(self.get("/master.json", known, now=2.0)[0], 200)
-        for path in ("/healthz", "/check", "/nope"):
-            headers = self.get(path, 'If-None-Match: none, "", *')[1]
-            self.assertEqual(("ETag" in headers, headers["Cache-Control"]), (False, "no-store"))
-
-    def test_clients_that_take_gzip(self):
-        plain = self.get("/style.css")[2]
-        for value, takes in (
-                ("gzip", True), ("br, gzip;q=0.5", True), ("GZIP", True), ("br", False),
-                ("", False)):
-            _, headers, body = self.get("/style.css", "Accept-Encoding: " + value)
-            self.assertEqual(headers.get("Content-Encoding"), "gzip" if takes else None, value)
-            self.assertEqual(gzip.decompress(body) if takes else body, plain)
-            self.assertEqual(headers["Vary"], "Accept-Encoding")
-        lines = "Accept-Encoding: br", "Accept-Encoding: gzip"
-        self.assertIn("Content-Encoding", self.get("/style.css", *lines)[1])
-        self.assertNotIn("Content-Encoding", self.get("/robots.txt", *lines)[1], "too short")
-        self.web.forget_responses()
-        with mock.patch.object(ms, "GZIP_MAX_BYTES", 1000):
-            self.assertNotIn("Content-Encoding", self.get("/style.css", *lines)[1], "too long")
-
-    def test_scripts_of_other_sites_may_read_the_data(self):
-        for path, readable in (
-                ("/servers.json", "*"), ("/servers.json?players_min=x", "*"),
-                ("/servers.xml?game=x", "*"), ("/history.json", "*"), ("/master.json", "*"),
-                ("/", None), ("/check", None), ("/nope", None), ("/announce", None)):
-            for method in ("GET", "OPTIONS"):
-                headers = self.get(path, method=method)[1]
-                self.assertEqual(headers.get("Access-Control-Allow-Origin"), readable, path)
-        for path, methods in (("/", "GET, HEAD, OPTIONS"), ("/announce", "POST, OPTIONS")):
-            self.assertEqual(self.get(path, method="OPTIONS")[1]["Allow"], methods)
 
     # The cache
 
@@ -7126,14 +7114,14 @@ class HttpTest(WebCase):
         for request in (http_request("/check"), http_request("/nope"), http_request("/healthz"),
                         http_request("/robots.txt", "Content-Length: 1", body=b"x")):
             self.exchange(request)
-        self.assertEqual(self.web.cache, {})
+        self.assertEqual(self.web.caches["http"], {})
 
     def test_the_cache_is_bounded(self):
         for most, count in ((2000, 3), (300, 1)):           # one that is longer is there alone
             with mock.patch.object(ms, "HTTP_CACHE_BYTES", most):
                 for number in range(9):
                     self.get("/robots.txt?%d" % number)
-                    self.assertTrue(0 < len(self.web.cache) <= count, len(self.web.cache))
+                    self.assertIn(len(self.web.caches["http"]), range(1, count + 1))
 
     # Limits
 
@@ -7177,7 +7165,7 @@ class HttpTest(WebCase):
             found = [split_response(answered(session, request))[0] for _ in range(60)]
             self.assertEqual(found, [200] * 50 + [429] * 10, client)
         self.assertFalse(session.done, "it is not this client's alone")
-        self.assertEqual([key for key in self.web.cache if b"203.0.113.6" in key], [])
+        self.assertEqual([key for key in self.web.caches["http"] if b"203.0.113.6" in key], [])
 
     def test_a_search_costs_more_the_more_servers_there_are(self):
         for port in range(1, 41):
@@ -7693,43 +7681,59 @@ class AnnounceTest(WebCase):
             self.post({"game": "mygame", "port": 4000, **name}, address="2001:db8::1")
             self.assertEqual(self.registry.servers()[0].name, "[2001:db8::1]:4000")
 
+    # What follows game=mygame and port=4000, or all of a JSON object; and what is listed then
+    FORMS = (
+        (b"&name=K\xf6ln \x80", {"name": "Köln €"}),                    # from Windows
+        (b"&name=K%F6ln", {"name": "Köln"}),
+        ("&name=Köln €".encode(), {"name": "Köln €"}),
+        (b"&name=K%C3%B6ln", {"name": "Köln"}),
+        (b"&name=\x81", {"name": "\ufffd"}),
+        (b"&port=+4000&name=P", {"name": "P"}),
+        # The last one of a name counts; names may be encoded, values empty or missing
+        (b"&players=3&players=4&name=N", {"players": 4, "name": "N"}),
+        (b"&player%73=5&name=", {"players": 5, "name": "203.0.113.9:4000"}),
+        (b"&players=6&name", {"players": 6, "name": "203.0.113.9:4000"}),
+        (b"&players=7&name=a%26b=c&&", {"players": 7, "name": "a&b=c"}),
+        (b"&players=8&name=" + b"%F0%9F%98%80" * 600, {"name": "\U0001f600" * 128}),
+    )
+    JSONS = (
+        ({"port": "4000", "name": 5}, {"name": "5"}),
+        ({"players": 4, "version": 3, "map": None}, {"players": 4, "version": "3", "map": ""}),
+        ({"name": "n" * 999, "description": "d" * 999},
+         {"name": "n" * 128, "description": "d" * 512}),
+    )
+
+    def announced(self, body, *lines):
+        """The server that this announcement lists, anew."""
+        self.registry.remove_own(self.registry.get("mygame", "203.0.113.9", 4000))
+        self.assertEqual(self.post(body, *lines)[0], 200, body)
+        server, = self.registry.servers("mygame")
+        return server
+
     def test_forms_and_json(self):
-        for body, type, name in (
-                (b'{"game":"mygame","port":4000,"name":"N"}', "", "N"),     # as curl -d sends it
-                (b'{"game":"mygame","port":"4000","name":5}', "application/json; x=y", "5"),
-                (b"game=mygame&port=4000&name=K\xf6ln \x80", "", "Köln €"),     # from Windows
-                (b"game=mygame&port=4000&name=K%F6ln", "", "Köln"),
-                ("game=mygame&port=4000&name=Köln €".encode(), "", "Köln €"),
-                (b"game=mygame&port=+4000&name=K%C3%B6ln",
-                 "application/x-www-form-urlencoded", "Köln"),
-                (b"game=mygame&port=4000&name=\x81", "", "\ufffd")):
-            self.registry.remove_own(self.registry.get("mygame", "203.0.113.9", 4000))
-            lines = ["Content-Type: " + type] if type else []
-            self.assertEqual(self.post(body, *lines)[0], 200, body)
-            self.assertEqual(self.registry.servers("mygame")[0].name, name)
+        # Every text may be as long as what is kept of it
+        longest = {"players": 9, "max_players": 9, "description": "\U0001f600" * 512}
+        for name in ("name", "mode", "map", "version"):
+            longest[name] = "\U0001f600" * 128
+        form = b"&" + urllib.parse.urlencode(longest).encode()
+        for rest, listed in (*self.FORMS, (form, longest)):
+            for lines in (), ["Content-Type: application/x-www-form-urlencoded; x=y"]:
+                server = self.announced(b"game=mygame&port=4000" + rest, *lines)
+                self.assertEqual({name: getattr(server, name) for name in listed}, listed)
+        for rest, listed in (*self.JSONS, (longest, longest)):
+            body = json.dumps({"game": "mygame", "port": 4000, **rest}).encode()
+            for line in "application/json; x=y", ms.FORM_TYPE:              # as curl -d sends it
+                server = self.announced(body, "Content-Type: " + line)
+                self.assertEqual({name: getattr(server, name) for name in listed}, listed)
 
     def test_numbers_as_lua_and_javascript_write_them(self):
-        json_type = "Content-Type: application/json"
-        body = b'{"game":"mygame","port":27500.0,"players":3.0,"max_players":1.6e1}'
-        self.assertEqual(self.post(body, json_type)[0], 200)
-        server, = self.registry.servers("mygame")
-        self.assertEqual(repr((server.port, server.players, server.max_players)), "(27500, 3, 16)")
+        server = self.announced(
+            b'{"game":"mygame","port":4000.0,"players":3.0,"max_players":1.6e1}')
+        self.assertEqual(repr((server.port, server.players, server.max_players)), "(4000, 3, 16)")
         for port in (b"27500.5", b"1e300", b"1e999", b"NaN", b"true", b'"1e3"', b"0", b"65536",
                      b"-1", b"[1]", b"9" * 400):
-            status, answer = self.post(b'{"game":"mygame","port":%s}' % port, json_type)
+            status, answer = self.post(b'{"game":"mygame","port":%s}' % port)
             self.assertEqual((status, "from 1 to 65535" in answer["reason"]), (400, True), port)
-
-    def test_every_text_may_be_as_long_as_what_is_kept_of_it(self):
-        fields = {"game": "mygame", "port": 4000, "players": 9, "max_players": 9}
-        fields["description"] = "\U0001f600" * ms.TEXT_CHARACTERS
-        for name in ("name", "mode", "map", "version"):
-            fields[name] = "\U0001f600" * ms.NAME_CHARACTERS
-        for body in (fields, urllib.parse.urlencode(fields).encode()):
-            self.assertEqual(self.post(body)[0], 200)
-            server, = self.registry.servers()
-            self.assertEqual({name: getattr(server, name) for name in fields}, fields)
-        self.post({**fields, "name": "n" * 999, "description": "d" * 999})
-        self.assertEqual((len(server.name), len(server.description)), (128, 512))
 
     def test_hyperbol_waits_for_its_answer(self):
         announced = {"game": "hyperbol", "port": 27888, "name": "claimed"}
@@ -7786,17 +7790,6 @@ class AnnounceTest(WebCase):
                 self.assertEqual((found, "at most 64 fields" in answer.get("reason", "")),
                                  (status, status == 400), body)
 
-    def test_fields_of_forms(self):
-        """The last one of a name counts; names may be encoded, values empty or missing."""
-        for form, players, name in (
-                (b"players=3&players=4&name=N", 4, "N"), (b"player%73=5&name=", 5, ""),
-                (b"players=6&name", 6, ""), (b"players=7&name=a%26b=c&&", 7, "a&b=c"),
-                (b"players=8&name=" + b"%F0%9F%98%80" * 600, 8, "\U0001f600" * 128)):
-            self.assertEqual(self.post(b"game=mygame&port=4000&" + form)[0], 200)
-            server, = self.registry.servers()
-            self.assertEqual((server.players, server.name),
-                             (players, name or "203.0.113.9:4000"))
-
     def long_bodies(self):
         """Bodies of 64 KiB, each of which was dear once or could be; with their type."""
         most = ms.HTTP_BODY_BYTES
@@ -7835,19 +7828,24 @@ class AnnounceTest(WebCase):
             yield luanti_body(text), "multipart/form-data"
         yield filled(b"", b'name="json"\r\n\r\n'), "multipart/form-data"
 
-    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
-    def test_no_body_costs_the_loop_much(self):
-        """The calls that Python makes for it are counted: the time depends on the machine. Two for
-        each escaped byte are the most."""
+    def long_requests(self):
+        """Each body, with a session that is handed its request by feed()."""
         ms.Luanti(self.core)
         for body, kind in self.long_bodies():
             self.assertLessEqual(len(body), ms.HTTP_BODY_BYTES, body[:60])
             request = http_request("/announce", "Content-Type: " + kind,
                                    "Content-Length: %d" % len(body), method="POST", body=body)
-            session, calls = self.session("203.0.113.9"), [0]
+            yield self.session("203.0.113.9"), request, (body[:60], kind)
+
+    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
+    def test_no_body_costs_the_loop_much(self):
+        """The calls that Python makes for it are counted: the time depends on the machine. Two for
+        each escaped byte are the most."""
+        for session, request, body in self.long_requests():
+            calls = collections.Counter()
 
             def count(frame, event, argument, calls=calls):
-                calls[0] += event in ("call", "c_call")
+                calls[event] += 1
 
             before = sys.getprofile()
             sys.setprofile(count)
@@ -7855,15 +7853,14 @@ class AnnounceTest(WebCase):
                 answer = feed(session, request)
             finally:
                 sys.setprofile(before)
-            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body[:60])
-            self.assertLess(calls[0], 46_000, (body[:60], kind))
+            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
+            self.assertLess(calls["call"] + calls["c_call"], 46_000, body)
 
     @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
     @timing
     def test_no_body_takes_long(self):
         """Processor time of this thread, against that of what takes Python 2.5 ms where this was
         written; 32,767 fields took eight times as long."""
-        ms.Luanti(self.core)
         gc.disable()                    # it would look through all that the tests have made
         self.addCleanup(gc.enable)
         yardsticks = []
@@ -7871,64 +7868,52 @@ class AnnounceTest(WebCase):
             began = time.thread_time()
             urllib.parse.unquote_to_bytes(b"%41" * (ms.HTTP_BODY_BYTES // 3))
             yardsticks.append(time.thread_time() - began)
-        for body, kind in self.long_bodies():
-            request = http_request("/announce", "Content-Type: " + kind,
-                                   "Content-Length: %d" % len(body), method="POST", body=body)
-            session = self.session("203.0.113.9")
+        for session, request, body in self.long_requests():
             began = time.thread_time()
             feed(session, request)
-            self.assertLess(time.thread_time() - began, 4 * min(yardsticks), (body[:60], kind))
+            self.assertLess(time.thread_time() - began, 4 * min(yardsticks), body)
 
     def test_numbers_of_thousands_of_digits(self):
         """int() takes the square of their length, where Python does not refuse them; none of them
         gets there, in whatever they are wrapped."""
-        json_type = "Content-Type: application/json"
         digits = b"9" * 4000
         for wrapped in (digits, b"-" + digits, digits + b".5", b"1e" + digits, b"[%s]" % digits,
                         b'{"a":[%s]}' % digits):
-            read = []
-            loads = json.loads
-            with mock.patch.object(json, "loads", lambda text: read.append(text) or loads(text)):
-                status, answer = self.post(b'{"game":"mygame","port":%s}' % wrapped, json_type)
-            # What is read is the answer, by post()
-            self.assertEqual((len(read), status, "more than 400 digits" in answer["reason"]),
-                             (1, 400, True))
+            with mock.patch.object(json, "loads", side_effect=[{"reason": "not read"}]):
+                # What is read is the answer, by post()
+                status, _ = self.post(b'{"game":"mygame","port":%s}' % wrapped)
+            self.assertEqual(status, 400)
+            self.assertIn("more than 400 digits", self.registry.outcomes.get(
+                "203.0.113.9", "announce", 0).detail)
 
     def test_errors_in_words(self):
-        json_type = "Content-Type: application/json"
-        for body, status, words in (
-                (b"", 400, "hyperbol, mygame, other, not ''"),
-                (b"game=iceball&port=1", 400, "not 'iceball'"),
-                (b"game=mygame", 400, "port: expected a number from 1 to 65535"),
-                (b"game=mygame&port=1e3", 400, "port"),
-                (b'{"game":"mygame","port":1,"players":-1}', 400, "players"),
-                (b'{"game":"mygame","port":1,"max_players":65536}', 400, "max_players"),
-                (b'{"game":"mygame","port":1,"name":["x"]}', 400, "name is not a text"),
-                (b'{"game":"mygame","port":1,"name":true}', 400, "name is not a text"),
-                (b'{"game":"mygame","port":1,"action":"jump"}', 400, "action"),
-                (b'["game"]', 400, "object"), (b'{"game":', 400, "JSON"),
-                (b"\xff\xfe{}", 400, "JSON"), (b"[" * 16000, 400, "JSON")):
+        allow = "the operator of this master can allow it with a line `%s` under [games]"
+        for body, words in (
+                (b"", "hyperbol, mygame, other, not ''"),
+                (b"game=iceball&port=1", "not 'iceball'"), (b"game=luanti&port=1", "not 'luanti'"),
+                (b"game=teeworlds&port=1", allow % "teeworlds = Teeworlds"),
+                (b"game=My+Game&port=1", "not 'My Game'"), (b"game=" + b"x" * 40, "not 'xxx"),
+                (b"game=mygame", "port: expected a number from 1 to 65535"),
+                (b"game=mygame&port=1e3", "port"), (b'{"game":7}', allow % "7 = 7"),
+                (b'{"game":["mygame"]}', "game is not a text"),
+                (b'{"game":"mygame","port":1,"players":-1}', "players: expected a number from 0"),
+                (b'{"game":"mygame","port":1,"max_players":65536}', "max_players"),
+                (b'{"game":"mygame","port":1,"name":["x"]}', "name is not a text"),
+                (b'{"game":"mygame","port":1,"name":true}', "name is not a text"),
+                (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
+                (b'["game"]', "object"), (b'{"game":', "JSON"),
+                (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
-                found, answer = self.post(body, *[] if b"=" in body or not body else [json_type])
-                self.assertEqual((found, answer["listed"]), (status, False))
+                is_form = b"=" in body or not body
+                status, answer = self.post(
+                    body, *[] if is_form else ["Content-Type: application/json"])
+                self.assertEqual((status, answer["listed"]), (400, False))
                 self.assertIn(words, answer["reason"])
+                self.assertEqual("operator" in words, "operator" in answer["reason"])
         self.assertEqual(self.registry.total, 0)
-        self.assertEqual(self.registry.outcomes.get("203.0.113.9", "mygame", 1).outcome,
-                         "bad packet")
-        note = self.registry.outcomes.get("203.0.113.9", "announce", 0)
-        self.assertEqual(note.outcome, "bad packet")
-
-    def test_a_game_that_is_not_in_the_ini(self):
-        allow = "the operator of this master can allow it with a line `%s = %s` under [games]"
-        for game, hint in (("teeworlds", allow % ("teeworlds", "Teeworlds")),
-                           ("iceball", ""), ("luanti", ""), ("", ""),
-                           ("My Game", ""), ("x" * 40, "")):
-            status, answer = self.post({"game": game, "port": 30000})
-            self.assertEqual(status, 400)
-            if hint:
-                self.assertIn(hint, answer["reason"])
-            else:
-                self.assertNotIn("operator", answer["reason"])
+        for game, port in ("mygame", 1), ("mygame", 0), ("announce", 0):
+            note = self.registry.outcomes.get("203.0.113.9", game, port)
+            self.assertEqual(note.outcome, "bad packet")
 
     def test_refused_with_the_right_status(self):
         network = ms.read_network("198.51.100.0/24")
@@ -8620,8 +8605,8 @@ class DdnetTest(WebCase):
                     self.assertIn(line, head.split(b"\r\n"))
                 self.assertNotIn(b"Age:", head)
                 self.assertEqual(not body, is_empty)
-        # It is rendered once, at 86400 by the wall clock; the header Date is the present time
-        self.assertEqual(times.count(86400.0), 1)
+        # The list is as of 86400 by the wall clock; the header Date is the present time
+        self.assertEqual(times, [86400.0, None] * 2)
 
     def test_four_addresses_are_one_server(self):
         """Its players are counted once. It stands where IPv4 leads, whichever comes first."""
@@ -9452,11 +9437,11 @@ class CountryFileTest(unittest.TestCase):
         for _ in range(3000):
             bits = chance.randrange(8, 33)
             network = ipaddress.ip_network((chance.getrandbits(bits) << 32 - bits, bits))
-            networks[str(network)] = chance.choice([*ms.COUNTRIES]).upper()
+            networks[str(network)] = chance.choice([*ms.COUNTRY_NAMES]).upper()
             bits = chance.randrange(16, 65)
             number = 0x20 << 120 | chance.getrandbits(bits) << 128 - bits & (1 << 120) - 1
             network = ipaddress.ip_network((number, bits), strict=False)
-            networks[str(network)] = chance.choice([*ms.COUNTRIES]).upper()
+            networks[str(network)] = chance.choice([*ms.COUNTRY_NAMES]).upper()
         # A network may not be cut into by one that comes before it
         ordered = dict(sorted(networks.items(), key=lambda item: int(item[0].split("/")[1])))
         paths = []
@@ -9505,25 +9490,14 @@ class CountriesTest(WebCase):
             for place, country in countries.items()}
 
     def test_names_and_continents(self):
-        self.assertEqual(len(ms.COUNTRIES), 250)
+        self.assertEqual(len(ms.COUNTRY_NAMES), 250)
         for code, name, continent in (
                 ("de", "Germany", "eu"), ("st", "São Tomé and Príncipe", "af"),
                 ("us", "United States", "na"), ("zw", "Zimbabwe", "af"),
                 ("gs", "South Georgia and the South Sandwich Islands", "an"),
                 ("zz", "ZZ", ""), ("", "", "")):
-            self.assertEqual((ms.country_name(code), ms.continent_of(code)), (name, continent))
-
-    def test_the_ini(self):
-        for text, place in (("203.0.113.7:20737", ("203.0.113.7", 20737)),
-                            ("203.0.113.7", ("203.0.113.7", 0)),
-                            ("2001:DB8::1", ("2001:db8::1", 0)),
-                            ("[2001:db8::1]:5", ("2001:db8::1", 5))):
-            self.assertEqual(ms.read_country_place(text), place)
-        for text in "a.example", "203.0.113.7:", "203.0.113.7:70000", "203.0.113.0/24":
-            self.assertRaises(ValueError, ms.read_country_place, text)
-        self.assertEqual([ms.read_country(text) for text in ("de", " DE ")], ["de", "de"])
-        for text in "", "d", "deu", "Germany", "zz":
-            self.assertRaises(ValueError, ms.read_country, text)
+            self.assertEqual((ms.country_name(code), ms.CONTINENTS.get(code, "")),
+                             (name, continent))
 
     def test_looked_up_when_listed(self):
         with mock.patch.object(ms.CountryFile, "country", autospec=True,
@@ -10327,7 +10301,7 @@ class WebhookTest(unittest.TestCase):
                     ("ours = text https://me:SECRET@h/", "begins with https://"),
                     ("ours = text https://h/a\n  SECRET", "begins with https://"),
                     ("my hook = text https://h/SECRET", r"\[webhooks\] my hook = …: expected 1 to"),
-                    ("discord https://h/SECRET?a=b", r"] discord https://h/… = …: expected FORMAT"),
+                    ("discord https://h/SECRET?a=b", r"] discord https://… = …: expected FORMAT"),
                     ("ours discord https://h/SECRET", "line 2")):
                 with open(path, "w", encoding="utf-8") as file:
                     file.write("[webhooks]\n%s\n" % line)
@@ -10796,7 +10770,7 @@ class HttpsTest(unittest.TestCase):
                             ("https://[::1]:5/", ("::1", 5, True)),
                             ("a.example:5", ("a.example", 5, False))):
             self.assertEqual(ms.read_master_place(text), found)
-        for text in "http://a.example", "https://", "https://a.example/list", "ftp://a.example:5":
+        for text in "http://a.example", "https://", "https://a.example/x", "ftp://a.example:5":
             self.assertRaises(ValueError, ms.read_master_place, text)
 
     def test_versions_and_protocols(self) -> None:
@@ -11296,7 +11270,7 @@ class MasterServerTest(unittest.TestCase):
         self.addCleanup(server.close)
         with self.assertLogs() as logged:
             server.guarded(lambda *arguments: 1 // 0, error, 5.0)
-        self.assertIn("ValueError('https://h.example/…", logged.output[0])
+        self.assertIn("ValueError('https://…", logged.output[0])
         self.assertIn("ZeroDivisionError", logged.output[0])
         self.assertNotIn("TOKEN", logged.output[0])
 
@@ -13243,7 +13217,7 @@ class EngineLinkTest(unittest.TestCase):
         for url, expected in (
                 ("redis://h", address(host="h")),
                 (" redis://:p%40@h:7/3", address(password="p@", host="h", port=7, database=3)),
-                ("redis://:a#b?c:d[e]@h", address(password="a#b?c:d[e]", host="h")),
+                ("redis://:a#b?c:d%5Be@h", address(password="a#b?c:d[e", host="h")),
                 ("rediss://u:p@[::1]", address(tls=True, user="u", password="p", host="::1")),
                 ("redis://[::1]:7/", address(host="::1", port=7)),
                 ("unix:///run/r.sock", address(path="/run/r.sock")), ("", None)):
@@ -15426,28 +15400,16 @@ class ProjectTest(unittest.TestCase):
                 self.assertTrue(aside or len(line) <= 100, "%s:%d" % (name, number))
 
 
-def settings_table():
-    """The README's table of settings."""
-    lines = ["| section | key | default | meaning | takes effect |",
-             "| --- | --- | --- | --- | --- |"]
-    for row in ms.SETTINGS.values():
-        key = "`%s`" % row.key if row.key else "such as `%s`" % row.default
-        default = "`%s`" % row.default if row.key and row.default else ""
-        lines.append("| %s | %s | %s | %s | %s |" % (
-            row.section, key, default, row.help, "at once" if row.live else "at a restart"))
-    return "\n".join(lines) + "\n"
-
-
 class ReadmeTest(unittest.TestCase):
     """README.md is held to the program: its tables, and every example that can run here.
 
-    A comment before a fenced block says how it is treated: `runs`, `runs: status 0 or 1`,
-    `runs: until stopped`, `runs: the server`, `runs: these tests`, `pasted above: TEXT`,
-    `pasted after: TEXT`, `systemd-analyze verify`, `does not run in the tests: WHY`."""
+    A comment before a fenced block says how it is treated: `runs`, `runs: until stopped`,
+    `runs: the server`, `runs: these tests`, `systemd-analyze verify`,
+    `does not run in the tests: WHY`."""
 
     maxDiff = None
-    TREATMENT = (r"runs(: (status 0 or 1|until stopped|the server|these tests))?|"
-                 r"pasted (above|after): .+|systemd-analyze verify|does not run in the tests: .+")
+    TREATMENT = (r"runs(: (until stopped|the server|these tests))?|systemd-analyze verify|"
+                 r"does not run in the tests: .+")
 
     def setUp(self):
         self.text = text_of("README.md")
@@ -15469,13 +15431,27 @@ class ReadmeTest(unittest.TestCase):
         return self.text.split("<!-- %s -->\n" % comment)[1].partition("<!-- /")[0]
 
     def table(self, comment):
-        return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]]
-                for line in self.marked(comment).splitlines()[2:]]
+        """The rows of a table. The first cell may have several names, each with a row here."""
+        rows = []
+        for line in self.marked(comment).splitlines()[2:]:
+            _, names, *cells, _ = line.split("|")
+            for name in re.findall(r"`(.*?)`", names):
+                rows.append([name, *cells])
+        return rows
 
-    def test_settings_and_routes(self):
-        self.assertEqual(self.marked("settings"), settings_table())
-        self.assertEqual({path: methods for path, methods, _ in self.table("routes")},
-                         {path: ms.allowed_methods(path) for path in ms.ROUTES})
+    def test_settings(self):
+        """It says which ones need a restart, and speaks of none that does not exist."""
+        self.assertEqual(re.findall(r"`(.*?)`", self.marked("at a restart")),
+                         [setting.name for setting in ms.SETTINGS.values() if not setting.live])
+        for section, key in re.findall(r"`\[(\w+)\] (\w+)", self.text):
+            self.assertIn(section + "." + key, ms.SETTINGS)
+
+    def test_routes(self):
+        routes = {}
+        for path, what in self.table("routes"):
+            takes_post = what.startswith(" POST: ")
+            routes[path] = "POST, OPTIONS" if takes_post else "GET, HEAD, OPTIONS"
+        self.assertEqual(routes, {path: methods for path, (methods, _) in ms.ROUTES.items()})
 
     def test_fields(self):
         """Those of real answers are in the tables, and nothing else."""
@@ -15488,7 +15464,7 @@ class ReadmeTest(unittest.TestCase):
             for path, found in (
                     ("/servers.json", answer("/servers.json")["servers"][0]),
                     ("/history.json", answer("/history.json?game=mygame"))):
-                self.assertEqual([field for field, _, _ in self.table("fields of " + path)],
+                self.assertEqual([field for field, *_ in self.table("fields of " + path)],
                                  list(found))
             example, = re.findall(r"`(\{\"status.*?\})`", self.text)
             self.assertEqual(list(answer("/healthz")), list(json.loads(example)))
@@ -15509,7 +15485,7 @@ class ReadmeTest(unittest.TestCase):
             elif language in ("sh", "python", "systemd"):
                 self.assertIsNotNone(re.fullmatch(self.TREATMENT, how), (how, block))
             else:
-                self.assertIn(language, "text nginx dockerfile powershell yaml".split())
+                self.assertIn(language, "text nginx dockerfile powershell".split())
         self.assertIn(("runs: these tests", "sh", "python3 test_masterserver.py\n"), self.blocks)
 
     @unittest.skipUnless(shutil.which("systemd-analyze") and os.path.exists("/usr/bin/python3"),
@@ -15560,64 +15536,21 @@ class ReadmeTest(unittest.TestCase):
             self.assertIn("cannot listen on", text_of(log))
             self.skipTest("the default ports are taken: " + text_of(log))
         start("runs: until stopped")
-        eventually(lambda: names() == ["My court", "My sanctuary", "My server", "My zone"])
+        eventually(lambda: names() == ["My sanctuary", "My server"])
         for how, language, block in self.blocks:
-            if how not in ("runs", "runs: status 0 or 1"):
+            if how != "runs":
                 continue
             shell = [sys.executable, "-W", "error", "-c"] if language == "python" else ["sh", "-ec"]
             done = subprocess.run([*shell, block], stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, timeout=60, **place)
             output = done.stdout.decode("utf-8")
-            self.assertIn(done.returncode, (0, 1) if how[4:] else (0,), (block, done.stderr))
+            self.assertEqual(done.returncode, 0, (block, done.stderr))
             self.assertNotRegex(output, r'(?m)^[45][0-9][0-9] [A-Z]|"listed":false,"reason"')
             if "My own server" in block:
                 self.assertEqual(re.findall(r"^The answer is `(\{.*\})`", self.text, re.M),
                                  [output])
         self.assertEqual(stop(), {0}, text_of(log))
         self.assertNotIn("Traceback", text_of(log))
-
-    def module_with_tag(self):
-        """The program with the game of the section "Adding a protocol"."""
-        source = text_of("masterserver.py")
-        for how, _, block in self.blocks:
-            where, _, anchor = how.partition(": ")
-            if where in ("pasted above", "pasted after"):
-                self.assertEqual(source.count(anchor), 1, anchor)
-                pasted = block + "\n\n" + anchor if where[7:] == "above" else anchor + "\n" + block
-                source = source.replace(anchor, pasted)
-        spec = importlib.util.spec_from_file_location("with_tag", self.write(source, "with_tag.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    def test_the_example_protocol(self):
-        module = self.module_with_tag()
-        told = hexa("d46c 05 10") + b"Playground"
-        with module.MasterServer({**NO_PORTS, "tag.port": "0", "http.ports": "0"}) as server, \
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.connect(("127.0.0.1", port_of(server, "tag")))
-            game.settimeout(SOON_S)
-            game.send(b"TAG!" + bytes(8) + told)
-            answer = game.recv(100)
-            self.assertEqual((answer[:4], len(answer), server.registry.total), (b"OK!!", 12, 0))
-            game.send(b"TAG!" + answer[4:] + told)
-            game.recv(100)
-            found, = json.loads(fetch(port_of(server, "http"), "/servers.json")[2])["servers"]
-        self.assertEqual(
-            [found[field] for field in "game address port name players max_players".split()],
-            ["tag", "127.0.0.1", 27860, "Playground", 5, 16])
-
-        registry = module.Registry(module.Rules(module.Settings()))
-        tag, peer = module.Tag(SimpleNamespace(registry=registry)), ("203.0.113.9", 4000)
-        proof = tag.datagram(b"TAG!" + bytes(12), peer, 0.0)[0][0][4:]
-        for address, listed in (("203.0.113.10", 0), ("203.0.113.9", 1)):   # first another's proof
-            tag.datagram(b"TAG!" + proof + told, (address, 4000), 1.0)
-            self.assertEqual(registry.total, listed)
-        for now, listed in ((60.9, 1), (61.0, 0)):
-            registry.expire(now)
-            self.assertEqual(registry.total, listed)
-        for data in (b"", b"TAG!" + bytes(11), b"TAG?" + bytes(12), b"TAG!" + bytes(77)):
-            self.assertRaises(module.Malformed, tag.datagram, data, peer, 70.0)
 
 
 # ================================================================================================
