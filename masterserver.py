@@ -437,10 +437,11 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     """Return (host, port) for `HOST:PORT` or `[ADDRESS]:PORT`. The host may be a name. Raise
     ValueError for any other text and for a port outside 1 to 65535."""
     match = ENDPOINT.fullmatch(text)
-    bracketed_host, host, port = match.groups() if match else ("", "", "0")
-    if not 0 < int(port) <= MAX_PORT:
-        raise ValueError("expected ADDRESS:PORT")
-    return bracketed_host or host, int(port)
+    if match:
+        bracketed_host, host, port = match.groups()
+        if 0 < int(port) <= MAX_PORT:
+            return bracketed_host or host, int(port)
+    raise ValueError("expected ADDRESS:PORT")
 
 
 def endpoint_text(host, port):
@@ -1076,11 +1077,12 @@ class Settings:
     def file(self, name):
         """Return the path of the file that the setting `name` names, or "" if there is no such
         file. A relative path begins in the ini's folder."""
+        path = self.values[name]
         # A program that has made these settings gets no file that it has not asked for
         is_embedded = self.folder is None
-        if not self.values[name] or is_embedded and name not in self.given:
+        if not path or is_embedded and name not in self.given:
             return ""
-        return os.path.join(self.folder or "", self.values[name])
+        return os.path.join(self.folder or "", path)
 
 
 def name_hint(name, right_names):
@@ -17383,10 +17385,6 @@ class MasterServer:
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-# The thresholds of Python's garbage collector. By default it looks for reference cycles after every
-# 700 new objects (2,000 from Python 3.13 on). Listed servers have no cycles, and without these
-# searches they are listed 4 % faster
-GC_THRESHOLDS = 10_000, 20, 20
 EXIT_STATUSES = """exit status:
   0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the
      command succeeded
@@ -18284,10 +18282,9 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """Raised to end a command with an exit status and a message for the user."""
+    """Raised to end a command with one of the EXIT_ statuses and a message for the user."""
 
     def __init__(self, status, message):
-        """Take one of the EXIT_ statuses, and the message."""
         super().__init__(message)
         self.status = status
 
@@ -18320,48 +18317,37 @@ def complain(text):
 def write_file(path, data):
     """Replace the content of a file at once: a reader finds the old or the new content, no mixture.
 
-    The content is written to a file beside it, with ".new" added to its name, which then gets its
-    name. A pipe or a device is written to directly. Raise OSError if that fails."""
-    real_path = os.path.realpath(path)          # of a link, the file is replaced and not the link
-    if is_special(real_path):
-        with open(real_path, "wb") as file:
-            file.write(data)
-        return
-    new_path = real_path + ".new"
+    A pipe or a device is written to directly. Raise OSError if that fails."""
+    path = os.path.realpath(path)       # of a link, the file is replaced and not the link
+    new_path = path if is_special(path) else path + ".new"
     with open(new_path, "wb") as file:
         file.write(data)
-    os.replace(new_path, real_path)
+    if new_path != path:
+        os.replace(new_path, path)
 
 
 def read_stdin(on_line, on_end):
     """Start a thread that reads standard input.
 
     It calls on_line(text) for each line, and on_end() when standard input ends."""
-    thread = threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
-                              name="masterserver stdin", daemon=True)
-    thread.start()
+    def read():
+        # An OSError means that there is no standard input, or no longer: it counts as ended
+        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
+            for line in file:
+                on_line(line.decode("utf-8-sig", "replace"))
+        log.info("standard input has ended")
+        on_end()
 
-
-def read_stdin_lines(on_line, on_end):
-    """Read standard input to its end, as read_stdin() says, in the calling thread."""
-    # An OSError means that there is no standard input, or no longer: it counts as ended
-    with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
-        for line in file:
-            on_line(line.decode("utf-8-sig", "replace"))
-    log.info("standard input has ended")
-    on_end()
+    threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
 def on_signals(call, *names):
     """Call `call()` whenever one of the signals with these names comes.
 
     Names that this system lacks are skipped: Windows has no SIGHUP, other systems no SIGBREAK."""
-    def handler(number, frame):
-        call()
-
     for name in names:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), handler)
+            signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
 def stop_on_signals(stop):
@@ -18411,10 +18397,8 @@ def load_settings(arguments):
 
     The ini is the one that --config names, or else masterserver.ini beside the program, if it
     exists. Raise SettingsError if it cannot be read, or if a setting is wrong."""
-    program = __file__
-    if getattr(sys, "frozen", False):
-        # PyInstaller and similar programs unpack this file into a temporary folder
-        program = sys.executable
+    # PyInstaller and similar programs unpack this file into a temporary folder
+    program = sys.executable if getattr(sys, "frozen", False) else __file__
     default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
     overrides = list(arguments.set)
     if arguments.verbose:
@@ -18424,15 +18408,19 @@ def load_settings(arguments):
 
 
 def serve(master_server, arguments):
-    """Open the ports, log where the master listens, and run until it is stopped.
-
-    Raise StartError if a port cannot be opened, and ToolError if the ready file cannot be written.
-    """
+    """Open the ports, log where the master listens, and run until it is stopped."""
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
-        gc.set_threshold(*GC_THRESHOLDS)
+        # By default Python looks for reference cycles after every 700 new objects (2,000 from 3.13
+        # on). Listed servers have no cycles, and with fewer searches they are listed 4 % faster
+        gc.set_threshold(10_000, 20, 20)
     master_server.bind()
     if arguments.ready_file:
-        write_ready_file(arguments.ready_file, master_server)
+        # The poller's port is left out, because other programs only answer it
+        listeners = [listener._asdict() for listener in master_server.listeners
+                     if listener.protocol != "poll"]
+        ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
+        with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
+            write_file(arguments.ready_file, ready.encode())
     for line in first_contact(master_server):
         log.info("%s", line)
     for line in master_server.settings.warnings:
@@ -18448,32 +18436,16 @@ def first_contact(master_server):
     They name the open ports, the lines for game servers' settings, and the address of the page."""
     settings = master_server.settings
     host = settings["server.public_address"] or own_address() or "localhost"
-    listeners = []
+    listeners = {}                              # a port may be open at several addresses
     pages = []
     for protocol, transport, _, port in master_server.listeners:
-        listener = "%s on %s %d" % (protocol, transport.upper(), port)
-        if listener not in listeners:           # a port may be open at several addresses
-            listeners.append(listener)
+        listeners["%s on %s %d" % (protocol, transport.upper(), port)] = None
         if protocol in WEB_PORTS:
             pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
     for _, reader, contact in contact_lines(master_server.listeners, host, settings):
         lines.append("%s: %s" % (reader, contact))
     return lines + pages[:1]
-
-
-def write_ready_file(path, master_server):
-    """Write the file that tells other programs the open ports of this master, as JSON.
-
-    The poller's port is left out, because other programs only answer it. Raise ToolError if the
-    file cannot be written."""
-    listeners = []
-    for listener in master_server.listeners:
-        if listener.protocol != "poll":
-            listeners.append(listener._asdict())
-    ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
-    with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
-        write_file(path, ready.encode())
 
 
 # --- Checking the settings ----------------------------------------------------------------------
@@ -18484,7 +18456,8 @@ def check_settings(settings):
     Raise StartError or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
-    check_engine(settings["cluster.redis"])
+    if settings["cluster.redis"]:
+        check_engine(settings["cluster.redis"])
     check_upstreams(settings)
     # The trial must not change the database, and other masters must not notice it
     settings.values.update({
@@ -18516,9 +18489,8 @@ def reach_warnings(settings):
     if all(map(is_loopback, bind_addresses)):
         warnings.append("[server] bind: %s can be reached from this machine only."
                         % ", ".join(bind_addresses))
-    iceball_list_ports = {27790, 27795}
-    if settings["iceball.port"] is not None and iceball_list_ports.isdisjoint(
-            settings["http.ports"]):
+    has_list_port = 27790 in settings["http.ports"] or 27795 in settings["http.ports"]
+    if settings["iceball.port"] is not None and not has_list_port:
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
     return warnings
 
@@ -18526,10 +18498,7 @@ def reach_warnings(settings):
 def check_engine(engine):
     """Try the connection to Redis or Valkey, and print a warning if its settings are unsuitable.
 
-    `engine` is an EngineAddress, or None if there are no other masters. Raise ToolError if the
-    connection does not work."""
-    if not engine:
-        return
+    Raise ToolError if the connection does not work."""
     # An AttributeError is raised under Windows, where Python has no Unix sockets
     with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
                       AttributeError):
@@ -18654,29 +18623,12 @@ def server_line(server):
 
 # --- Export -------------------------------------------------------------------------------------
 
-# Queries to each server. Two take up to 4 s; the script in the document waits for 3 s
-EXPORT_TRIES = 2
-# Servers that are queried at once, with a socket each. macOS allows a program 256 open files
-EXPORT_AT_ONCE = 200
 # The time for all queries. It is enough for 3,000 servers that do not answer
 EXPORT_TOTAL_S = 60.0
 # The time for each answer of the FTP server, whose disk may have to spin up
 EXPORT_FTP_S = 30.0
-
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
-EXPORT_HELP = """\
-Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
-script in Hyperbol's protocol document does. A server that does not answer has responding="0".
-
-The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc.
-PATH begins in the user's folder (in the root if it begins with %2F); if it does not end in /, its
-last part is the file's name.
-
-Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
-not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
-cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
-with 0."""
 
 
 def command_export(arguments):
@@ -18700,9 +18652,24 @@ def export_once(arguments):
     """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
 
     Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
-    entries = fetch_export_list(arguments)
-    servers = query_servers(entries)
+    _, default_port = LISTS["hyperbol"]
+    host, port = arguments.master
+    port = port or default_port
+    master = endpoint_text(host, port)
     path = arguments.output
+    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
+        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
+            entries = list_hyperbol(host, port)
+    if not entries:
+        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
+                        % (master, path))
+
+    deadline = time.monotonic() + EXPORT_TOTAL_S
+    query = functools.partial(queried_server, deadline=deadline)
+    # So many at once, with a socket each. macOS allows a program 256 open files
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        servers = list(pool.map(query, entries))
+
     xml = servers_xml(map(server_xml, servers), time.time())
     with failing_with(EXIT_FILE, path + " cannot be written", OSError):
         write_file(path, xml)
@@ -18712,35 +18679,6 @@ def export_once(arguments):
     players = sum(server.players for server in servers)
     return "%d servers, %d of them responding, %d players: %s written." % (
         len(servers), responding, players, path)
-
-
-def fetch_export_list(arguments):
-    """Fetch the list of a Hyperbol master, and return its entries, which are dicts.
-
-    Raise ToolError, with the exit status of the document's script, if that fails or the list is
-    empty."""
-    _, default_port = LISTS["hyperbol"]
-    host, port = arguments.master
-    port = port or default_port
-    master = endpoint_text(host, port)
-    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
-        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
-            entries = list_hyperbol(host, port)
-    if not entries:
-        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
-                        % (master, arguments.output))
-    return entries
-
-
-def query_servers(entries):
-    """Query the servers of a list, EXPORT_AT_ONCE at a time, and return a Server for each entry.
-
-    After EXPORT_TOTAL_S no further queries are sent, and the remaining servers are marked as not
-    responding."""
-    deadline = time.monotonic() + EXPORT_TOTAL_S
-    query = functools.partial(queried_server, deadline=deadline)
-    with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
-        return list(pool.map(query, entries))
 
 
 def queried_server(entry, deadline):
@@ -18754,16 +18692,15 @@ def queried_server(entry, deadline):
     if time.monotonic() < deadline:
         # The socket raises OverflowError if the list has a port number above 65535
         with contextlib.suppress(Malformed, OSError, OverflowError):
-            fields = ping_hyperbol(address, port, EXPORT_TRIES)
+            # Two queries take up to 4 s; the script in the document waits for 3 s
+            fields = ping_hyperbol(address, port, tries=2)
     return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
                   flavor=entry["flavor"], **fields)
 
 
 def read_ftp_url(text):
-    """Parse ftp://USER@HOST[:PORT]/PATH/ and return the result of urlsplit().
-
-    Raise ValueError for a URL of another kind, and for one with a password, because other users of
-    the machine can see the arguments of a program."""
+    """Return the result of urlsplit() for ftp://USER@HOST[:PORT]/PATH/. Raise ValueError for a URL
+    of another kind, and for one with a password: others can see the arguments of a program."""
     url = urllib.parse.urlsplit(text)
     is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
     if not is_complete or url.password:
@@ -18773,21 +18710,16 @@ def read_ftp_url(text):
 
 
 def ftp_login(url):
-    """Return the user and the password for an FTP URL. An anonymous login has "" for both.
-
-    The password is read from the environment variable MASTERSERVER_FTP_PASSWORD. Without it,
-    ~/.netrc is searched for the host, and may also give the user."""
+    """Return the user and the password for an FTP URL. An anonymous login has "" for both."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
-    if password:
-        return user, password
-    login = None
-    with contextlib.suppress(FileNotFoundError):
-        login = netrc.netrc().authenticators(url.hostname)
-    if not login:
-        return user, password
-    netrc_user, _, netrc_password = login
-    return user or netrc_user, netrc_password
+    if not password:
+        with contextlib.suppress(FileNotFoundError):
+            # ~/.netrc may also give the user
+            login = netrc.netrc().authenticators(url.hostname)
+            netrc_user, _, password = login or ("", "", "")
+            user = user or netrc_user
+    return user, password
 
 
 def upload(url, file_name, data):
@@ -18800,20 +18732,45 @@ def upload(url, file_name, data):
     path = urllib.parse.unquote(url.path[len("/"):], encoding)
     if not path or path.endswith("/"):
         path += file_name
-    port = url.port or ftplib.FTP_PORT
     with failing_with(EXIT_FTP, "The upload to %s failed" % url.hostname, *ftplib.all_errors,
                       ValueError, netrc.NetrcParseError):
         with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
             ftp.encoding = encoding
-            ftp.connect(url.hostname, port)
-            user, password = ftp_login(url)
-            ftp.login(user, password)
+            ftp.connect(url.hostname, url.port or ftplib.FTP_PORT)
+            ftp.login(*ftp_login(url))
             ftp.storbinary("STOR " + path, io.BytesIO(data))
 
 
-# --- The arguments ------------------------------------------------------------------------------
+# --- The commands and their arguments ------------------------------------------------------------
 
-SERVE_HELP = """\
+class Command(NamedTuple):
+    """A command of the program, such as `announce`."""
+
+    run: Callable[[argparse.Namespace], int]            # returns the exit status
+    help: str
+    options: Tuple[Any, ...]                            # the arguments, each by option()
+    epilog: str = ""
+
+
+def option(*names, **properties):
+    """Return an argument of a command: what ArgumentParser.add_argument() is called with."""
+    return names, properties
+
+
+# These arguments choose the settings
+SETTINGS_OPTIONS = (
+    option("--config", metavar="FILE",
+           help="read the settings from FILE, not from masterserver.ini beside the program"),
+    option("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
+           help="set this, whatever the ini says; repeatable"),
+    option("-v", "--verbose", action="store_true", help="log at debug level"),
+)
+JSON_OPTION = option("--json", action="store_true", help="as JSON")
+
+# To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
+# stands for the program without a command
+COMMANDS = {
+    "": Command(command_serve, """\
 A master server for Iceball, Hyperbol, SubSpace, AIO and others. Without a command it serves.
 
 commands, each with a --help of its own:
@@ -18821,137 +18778,101 @@ commands, each with a --help of its own:
   ping      query a game server
   list      show a master's list
   export    write a master's list as XML
-  notify    tell the webhooks in the settings, as a test"""
-ANNOUNCE_HELP = """\
+  notify    tell the webhooks in the settings, as a test""", (
+        *SETTINGS_OPTIONS,
+        option("--check", action="store_true",
+               help="say what is wrong with the settings, or probably wrong on this machine, and "
+                    "exit"),
+        option("--print-config", action="store_true",
+               help="print every setting with its default and its meaning"),
+        option("--ready-file", metavar="FILE",
+               help="write what listens where to FILE, as JSON, once everything listens"),
+        option("--exit-with-stdin", action="store_true",
+               help="exit when standard input is closed, as a child process should"),
+        option("--version", action="version", version="masterserver.py " + __version__),
+    ), EXIT_STATUSES),
+
+    "announce": Command(command_announce, """\
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
-AIO), they are answered here if that UDP port is free."""
+AIO), they are answered here if that UDP port is free.""", (
+        option("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
+               help="any other NAME that the masters list is announced by HTTP"),
+        option("--port", required=True, type=int, help="where players find the game server"),
+        option("--players", type=int, help="how many there are now"),
+        option("--max-players", type=int, help="how many there may be"),
+        option("--name", help="as players see it"),
+        option("--map", help="the map being played"),
+        option("--mode", help="the game mode"),
+        option("--description", help="a sentence or two (SubSpace, AIO, HTTP)"),
+        option("--version",
+               help="of the game; if left out, Iceball's is the default of [iceball] version"),
+        option("--dialect", choices=["text", "framed"], default="",
+               help="of AIO; text if there is a name, which framed does not carry"),
+        option("--players-from", metavar="FILE|-", default="",
+               help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last "
+                    "line whenever it changes, or from each line of standard input"),
+        option("-v", "--verbose", action="store_true", help="log at debug level"),
+        option("--exit-with-stdin", action="store_true",
+               help="exit when standard input is closed"),
+        option("masters", nargs="+", metavar="MASTER[:PORT]",
+               help="default ports: iceball 27790, subspace 4990 (announcements go to the next "
+                    "one), aio 27011, others 27790; for others also https://MASTER[:PORT]"),
+    ), EXIT_STATUSES),
 
+    "ping": Command(command_ping, "Query a game server.", (
+        option("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
+               help="the game port, even where another one is queried"),
+        option("--game", choices=sorted(PINGS), required=True),
+        JSON_OPTION,
+    )),
 
-def settings_arguments(parser):
-    """Add the arguments by which the settings are chosen."""
-    parser.epilog = EXIT_STATUSES
-    add = parser.add_argument
-    add("--config", metavar="FILE",
-        help="read the settings from FILE, not from masterserver.ini beside the program")
-    add("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
-        help="set this, whatever the ini says; repeatable")
-    add("-v", "--verbose", action="store_true", help="log at debug level")
+    "list": Command(command_list, "Show a master's list.", (
+        option("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
+               help="the master; without a port on its game's default; of iceball and luanti also "
+                    "https://HOST[:PORT]"),
+        option("--game", choices=sorted(LISTS), required=True),
+        JSON_OPTION,
+        option("--protocol", type=int, default=68,
+               help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's"),
+        option("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic"),
+    )),
 
+    "export": Command(command_export, """\
+Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
+script in Hyperbol's protocol document does. A server that does not answer has responding="0".
 
-def notify_arguments(parser):
-    """Add the arguments of `notify`."""
-    settings_arguments(parser)
-    parser.add_argument("name", metavar="NAME", nargs="*", help="of a webhook; none: all")
+The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc.
+PATH begins in the user's folder (in the root if it begins with %2F); if it does not end in /, its
+last part is the file's name.
 
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
+not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
+cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
+with 0.""", (
+        option("--game", choices=["hyperbol"], default="hyperbol",
+               help="the master's game (hyperbol)"),
+        option("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
+               help="the master; on port %d if none is given" % MASTER_PORTS["hyperbol"]),
+        option("--output", metavar="FILE", default="servers.xml",
+               help="the file to write (servers.xml)"),
+        option("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
+               help="upload it there; see above for the password"),
+        option("--every", metavar="SECONDS", type=argument(number_reader(1, 86400, float)),
+               help="repeat, with this long a pause"),
+    )),
 
-def serve_arguments(parser):
-    """Add the arguments of the program without a command."""
-    settings_arguments(parser)
-    add = parser.add_argument
-    add("--check", action="store_true",
-        help="say what is wrong with the settings, or probably wrong on this machine, and exit")
-    add("--print-config", action="store_true",
-        help="print every setting with its default and its meaning")
-    add("--ready-file", metavar="FILE",
-        help="write what listens where to FILE, as JSON, once everything listens")
-    add("--exit-with-stdin", action="store_true",
-        help="exit when standard input is closed, as a child process should")
-    add("--version", action="version", version="masterserver.py " + __version__)
-
-
-def game_arguments(parser, games):
-    """Add the arguments that `ping` and `list` share."""
-    parser.add_argument("--game", choices=sorted(games), required=True)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def ping_arguments(parser):
-    """Add the arguments of `ping`."""
-    parser.add_argument("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
-                        help="the game port, even where another one is queried")
-    game_arguments(parser, PINGS)
-
-
-def list_arguments(parser):
-    """Add the arguments of `list`."""
-    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
-                        help="the master; without a port on its game's default; of iceball and "
-                             "luanti also https://HOST[:PORT]")
-    game_arguments(parser, LISTS)
-    parser.add_argument("--protocol", type=int, default=68,
-                        help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's")
-    parser.add_argument("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic")
-
-
-def export_arguments(parser):
-    """Add the arguments of `export`."""
-    add = parser.add_argument
-    _, default_port = LISTS["hyperbol"]
-    add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
-    add("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
-        help="the master; on port %d if none is given" % default_port)
-    add("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
-    add("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
-        help="upload it there; see above for the password")
-    add("--every", metavar="SECONDS", type=argument(number_reader(1, 86400, float)),
-        help="repeat, with this long a pause")
-
-
-def announce_arguments(parser):
-    """Add the arguments of `announce`."""
-    parser.epilog = EXIT_STATUSES
-    add = parser.add_argument
-    add("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
-        help="any other NAME that the masters list is announced by HTTP")
-    add("--port", required=True, type=int, help="where players find the game server")
-    add("--players", type=int, help="how many there are now")
-    add("--max-players", type=int, help="how many there may be")
-    add("--name", help="as players see it")
-    add("--map", help="the map being played")
-    add("--mode", help="the game mode")
-    add("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
-    add("--version", help="of the game; if left out, Iceball's is the default of [iceball] version")
-    add("--dialect", choices=["text", "framed"], default="",
-        help="of AIO; text if there is a name, which framed does not carry")
-    add("--players-from", metavar="FILE|-", default="",
-        help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last line "
-             "whenever it changes, or from each line of standard input")
-    add("-v", "--verbose", action="store_true", help="log at debug level")
-    add("--exit-with-stdin", action="store_true", help="exit when standard input is closed")
-    add("masters", nargs="+", metavar="MASTER[:PORT]",
-        help="default ports: iceball 27790, subspace 4990 (announcements go to the next one), "
-             "aio 27011, others 27790; for others also https://MASTER[:PORT]")
-
-
-class Command(NamedTuple):
-    """A subcommand of the program, such as `announce`."""
-
-    run: Callable[[argparse.Namespace], int]            # returns the exit status
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    help: str
-
-
-# To add a command, write a function command_NAME(arguments), and a function that adds its arguments
-# to a parser, and name both here. The empty name stands for the program without a command
-COMMANDS = {
-    "": Command(command_serve, serve_arguments, SERVE_HELP),
-    "announce": Command(command_announce, announce_arguments, ANNOUNCE_HELP),
-    "ping": Command(command_ping, ping_arguments, "Query a game server."),
-    "list": Command(command_list, list_arguments, "Show a master's list."),
-    "export": Command(command_export, export_arguments, EXPORT_HELP),
-    "notify": Command(command_notify, notify_arguments,
-                      "Tell the webhooks of a server, as a test."),
+    "notify": Command(command_notify, "Tell the webhooks of a server, as a test.", (
+        *SETTINGS_OPTIONS,
+        option("name", metavar="NAME", nargs="*", help="of a webhook; none: all"),
+    ), EXIT_STATUSES),
 }
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that hides secrets in its error messages.
-
-    The messages repeat a part of the command line, and that may contain the URL of a webhook."""
+    """Hides secrets in error messages, which repeat a part of the command line."""
 
     def error(self, message):
-        """Print the message without secrets, and exit."""
         words = [without_secrets(word) for word in message.split(" ")]
         super().error(" ".join(words))
 
@@ -18966,9 +18887,10 @@ def main(argv=None):
         name = arguments.pop(0)
     command = COMMANDS[name]
     parser = ArgumentParser(
-        prog=("masterserver.py " + name).strip(), description=command.help,
+        prog=("masterserver.py " + name).strip(), description=command.help, epilog=command.epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
+    for names, properties in command.options:
+        parser.add_argument(*names, **properties)
     try:
         return command.run(parser.parse_args(arguments))
     except KeyboardInterrupt:

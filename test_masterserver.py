@@ -14922,9 +14922,9 @@ class ExportTest(unittest.TestCase):
         questions: List[bytes] = []
         everybody, ping = threading.Barrier(100), ms.ping_hyperbol
 
-        def ping_with_all_others(*arguments: Any) -> Dict[str, Any]:
+        def ping_with_all_others(*arguments: Any, tries: int) -> Dict[str, Any]:
             everybody.wait(SOON_S)          # it fails if fewer are asked at once
-            return ping(*arguments)
+            return ping(*arguments, tries)
         for total_s, asked in (60.0, 200), (0.0, 0):
             questions.clear()
             with FakeServer(lambda data: questions.append(data) or []) as silent, \
