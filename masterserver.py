@@ -13972,10 +13972,10 @@ def bound_output(connections, now):
     counted_ids = set()
     for connection in waiting:
         # Connections that wait for the same answer share its bytes, which are counted once
-        answer = connection.unsent.obj
-        if id(answer) not in counted_ids:
-            counted_ids.add(id(answer))
-            total_bytes += len(answer)
+        for answer in connection.unsent.obj, connection.session.body:
+            if id(answer) not in counted_ids:
+                counted_ids.add(id(answer))
+                total_bytes += len(answer)
         if total_bytes > OUTPUT_BYTES:
             connection.tally.limited += 1
             connection.close(now)
