@@ -9733,19 +9733,11 @@ $link<link rel="icon" href="/icon.svg" type="image/svg+xml">
 <script src="/app.js" defer></script>
 """
 
-HEAD_LINK = """\
-<meta property="og:url" content="$url">
-"""
-
 FOOT = """\
 <footer>
 <nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
 <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
 </footer>
-"""
-
-TOTALS = """\
-<p class="totals" id="totals" data-live>$spark$totals</p>
 """
 
 SEARCH = """\
@@ -9759,24 +9751,6 @@ SEARCH = """\
 <div class="choice" id="country-boxes" data-live>$boxes</div></details>
 <button>Search</button>
 </form>
-"""
-
-COUNTRY_BOX = """\
-<label><input type="checkbox" name="country" value="$code"$checked> $name <small>$count</small>\
-</label>
-"""
-
-TAB = """\
-<a href="$link" aria-current="$current">$text<small>$count</small></a>
-"""
-
-TABS = """\
-<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>
-"""
-
-HINT = """\
-<p>$reader</p>
-<pre><code>$line</code></pre>
 """
 
 TABLE = """\
@@ -9801,9 +9775,6 @@ $hint
 the servers in their lists that answer appear here.</p>
 </section>
 """
-
-# One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
-SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
 # The marks beside the names of servers, each with the explanation that is shown as its title
 BADGES = {
@@ -9882,17 +9853,6 @@ path { fill: var(--accent); opacity: .75; }
 </svg>
 """
 
-NOT_LISTED = """\
-Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
-
-PLAY = """\
-<p><a class="play" href="$link">Play</a></p>
-"""
-
-FACT = """\
-<div$width><dt>$name</dt><dd>$value</dd></div>
-"""
-
 HISTORY = """\
 <section>
 <div class="bar">
@@ -9923,15 +9883,6 @@ $listed</ul>
 <section id="findings" data-live>
 <h2>What arrived</h2>
 $findings</section>
-"""
-
-LISTED_SERVER = """\
-<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> <small>seen $seen</small>
-"""
-
-FINDING_LIST = """\
-<ol class="findings">
-$items</ol>
 """
 
 FINDING = """\
@@ -10113,14 +10064,11 @@ td {
 td:first-child { display: flex; }
 td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
 /* A name that is too long loses its end, even if it runs from right to left */
-td bdi {
-  display: block; overflow: hidden; text-overflow: ellipsis; text-align: left;
-}
+td bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
-tr.empty td:first-child a { font-weight: 400; }
+tr.empty :is(b, td:first-child a) { font-weight: 400; }
 tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
-tr.empty b { font-weight: 400; }
 tr.full :is(svg, meter) { opacity: .5; }
 td:nth-child(5), td:last-child { display: flex; align-items: center; }
 td span { flex: 0 0 4rem; line-height: 1.25rem; }
@@ -10151,8 +10099,7 @@ td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
 td a:hover { text-decoration: underline; }
 .copy {
   position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0;
-  border: 0; background: none; color: var(--soft);
-  vertical-align: top; cursor: pointer;
+  border: 0; background: none; color: var(--soft); vertical-align: top; cursor: pointer;
 }
 .copy::before, .copy::after {
   content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid;
@@ -10200,10 +10147,8 @@ pre {
   header { padding: 1.5rem 0 1.25rem; }
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
-  #search input[type=search] { flex: 1; width: auto; min-width: 0; }
-  #search, #search label:has([type=search]) { flex: 1 0 100%; }
-  .check input { flex: 1; width: auto; min-width: 0; }
-  .check label:first-child { flex: 1 0 100%; }
+  #search input[type=search], .check input { flex: 1; min-width: 0; }
+  #search, #search label:has([type=search]), .check label:first-child { flex: 1 0 100%; }
   thead tr { flex-wrap: wrap; }
   tbody tr {
     display: grid;
@@ -10223,8 +10168,7 @@ pre {
   td:last-child { grid-area: 2 / 5 / 3 / 7; justify-content: end; }
   td:last-child code { flex: 0 1 auto; max-width: 10.5rem; font-size: .75rem; }
   td span { flex-basis: 3.5rem; }
-  form { gap: .5rem .875rem; font-size: .8125rem; }
-  form { position: relative; }
+  form { position: relative; gap: .5rem .875rem; font-size: .8125rem; }
   details { position: static; }
   .choice { left: 0; }
 }
@@ -10239,8 +10183,7 @@ h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent);
-  border-radius: 3px; color: var(--accent);
-  font-weight: 650; text-decoration: none;
+  border-radius: 3px; color: var(--accent); font-weight: 650; text-decoration: none;
 }
 .play:hover { background: var(--accent); color: var(--ground); }
 dl {
@@ -10303,13 +10246,6 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy
 // buttons, and a refresh every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000;            // caches keep a page for the same time
-const ANSWER_MS = 10000;            // two refreshes: time to send lost packets again
-const FADE_MS = 1600;               // long enough to be noticed in passing
-const COPIED_MS = 1500;             // long enough to be noticed
-const TYPING_MS = 300;              // longer than the pause between two keys
-const PLAYERS_MAX = 65535;          // the highest number that the master accepts
-const CODES_SHOWN = 3;              // chosen countries; of more the number is shown
 const COLUMNS = [
   'name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'country', 'address'];
 const PLAYERS = 4, SEEN = 6, COUNTRY = 7, ADDRESS = 8;
@@ -10372,7 +10308,7 @@ document.addEventListener('click', async event => {
   setTimeout(() => {
     button.classList.remove('done');
     said.textContent = '';
-  }, COPIED_MS);
+  }, 1500);                         // long enough to be noticed
 });
 
 // ---- The view says how the list is searched and sorted, and which rows are hidden. It is kept in
@@ -10501,8 +10437,9 @@ function source(search = capped) {
 }
 
 function fade(element) {
-  if (!matchMedia('(prefers-reduced-motion: reduce)').matches)
-    element.animate([{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}], FADE_MS);
+  if (matchMedia('(prefers-reduced-motion: reduce)').matches) return;
+  const colors = [{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}];
+  element.animate(colors, 1600);                    // ms: long enough to be noticed in passing
 }
 
 function patchRow(row, fresh) {
@@ -10571,22 +10508,14 @@ function patchParts(page) {
   }
 }
 
-// The boxes have just been patched with the counts. They show the view's choice, and not that of
-// the page, which was fetched with all countries.
-function showCountryChoice(page) {
-  const choice = document.querySelector('#countries');
-  const fresh = page.querySelector('#countries');
-  if (!choice || !fresh) return;    // an operator's own template may have none
-  choice.hidden = fresh.hidden && !view.country.length;
-  checkCountries();
-}
-
-function checkCountries() {         // the text is as in render_search() of the master
+// The boxes show the view's choice, and not that of the page, which was fetched with all countries.
+// The text is as in render_search() of the master.
+function checkCountries() {
   for (const box of document.querySelectorAll('#countries input'))
     box.checked = view.country.includes(box.value);
   const summary = document.querySelector('#countries summary'), count = view.country.length;
   if (!summary) return;
-  const chosen = count > CODES_SHOWN ? count : view.country.join(', ').toUpperCase();
+  const chosen = count > 3 ? count : view.country.join(', ').toUpperCase();
   put(summary, count ? 'Countries: ' + chosen : 'Countries');
 }
 
@@ -10604,7 +10533,9 @@ function takePage(url, text) {
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
-  showCountryChoice(page);
+  const choice = document.querySelector('#countries'), fresh = page.querySelector('#countries');
+  if (choice && fresh) choice.hidden = fresh.hidden && !view.country.length;
+  checkCountries();
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
 }
@@ -10614,7 +10545,7 @@ async function refresh() {
   asking = true;
   const url = source();
   const late = new AbortController();               // some browsers lack AbortSignal.timeout()
-  setTimeout(() => late.abort(), ANSWER_MS);
+  setTimeout(() => late.abort(), 10000);            // after time to send lost packets again
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: late.signal});
     if (!answer.ok) throw answer.status;
@@ -10665,14 +10596,16 @@ function startSearch(form) {
   form.addEventListener('input', () => {
     const least = Math.ceil(form.elements.players_min.value);
     view.name = form.elements.name.value;
-    view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, least)) || '');
+    // 65535 is the highest number that the master accepts
+    view.players_min = String(Math.min(65535, Math.max(0, least)) || '');
     const chosen = [...form.querySelectorAll(':checked')];
     view.country = chosen.filter(box => box.name === 'country').map(box => box.value).sort();
     view.hide = chosen.filter(box => box.name !== 'country').map(box => box.value);
     checkCountries();
     show();
     clearTimeout(pause);
-    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master limits searches
+    // The master limits searches, so it is asked when the typing has paused
+    if (capped) pause = setTimeout(refresh, 300);
     keepView();
   });
 }
@@ -10704,7 +10637,7 @@ if (table) {
 }
 
 if (document.querySelector(LIVE)) {
-  setInterval(refresh, REFRESH_MS);
+  setInterval(refresh, 5000);       // caches keep a page for the same time
   document.addEventListener('visibilitychange', refresh);
 }
 """
@@ -10830,7 +10763,8 @@ def render_sparkline(counts):
         # players is one step high
         top = 9 if count is None else 8 - round(8 * count / scale)
         bars.append("V%dh1" % top)          # up or down to the hour's height, then one step right
-    return Html(SPARKLINE % "".join(bars))
+    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
+                % "".join(bars))
 
 
 def without_gaps(counts):
@@ -10858,7 +10792,8 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
     full_title = " · ".join(filter(None, [title, context.title]))
     link = ""
     if context.url and path:
-        link = fill_template(HEAD_LINK, url=context.url + path)
+        link = fill_template(
+            '<meta property="og:url" content="$url">\n', url=context.url + path)
     head = fill_template(
         HEAD,
         title=full_title,
@@ -10872,7 +10807,7 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 def render_tab(link, text, is_current, count=""):
     """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
-        TAB,
+        '<a href="$link" aria-current="$current">$text<small>$count</small></a>\n',
         link=link,
         text=text,
         current="page" if is_current else "false",
@@ -10904,7 +10839,8 @@ def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    return fill_template(TOTALS, spark=spark, totals=Html(bold_totals))
+    return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
+                         spark=spark, totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -10920,7 +10856,9 @@ def render_game_tabs(context, counts, chosen_game):
             link = "/?game=" + urllib.parse.quote(game)
             count = number_text(counts.get(game, 0))
             tabs.append(render_tab(link, title, game == chosen_game, count))
-    return fill_template(TABS, tabs=tabs if len(tabs) > 2 else "")
+    return fill_template(
+        '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
+        tabs=tabs if len(tabs) > 2 else "")
 
 
 def render_search(list_filter, country_counts):
@@ -10934,7 +10872,8 @@ def render_search(list_filter, country_counts):
     boxes = []
     for code in sorted(counts, key=country_name):
         boxes.append(fill_template(
-            COUNTRY_BOX,
+            '<label><input type="checkbox" name="country" value="$code"$checked> $name '
+            '<small>$count</small></label>\n',
             code=code,
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
@@ -10982,7 +10921,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
         hints = []
         for game, reader, line in contacts:
             if list_filter.game in ("", game):
-                hints.append(fill_template(HINT, reader=reader, line=line))
+                hints.append(fill_template('<p>$reader</p>\n<pre><code>$line</code></pre>\n',
+                                           reader=reader, line=line))
         empty = fill_template(EMPTY, hint=hints)
     return fill_template(
         TABLE,
@@ -11086,10 +11026,12 @@ def render_server_page(context, server, is_listed, history, base, wall):
         about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
         if server.game in PLAY_LINKS:
-            play = fill_template(PLAY, link=PLAY_LINKS[server.game] % address)
+            play = fill_template('<p><a class="play" href="$link">Play</a></p>\n',
+                                 link=PLAY_LINKS[server.game] % address)
     else:
         seen = time_tag(server.last_seen, wall)
-        lead = fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+        lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
+                             seen=seen, link=server_link(server, "/check"))
         about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
@@ -11109,7 +11051,9 @@ def render_server_page(context, server, is_listed, history, base, wall):
         if value:
             # Descriptions are long, so they take the whole width
             width = Html(' class="wide"') if fact == "Description" else ""
-            fact_pieces.append(fill_template(FACT, width=width, name=fact, value=value))
+            fact_pieces.append(fill_template(
+                '<div$width><dt>$name</dt><dd>$value</dd></div>\n',
+                width=width, name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
         name=name,
@@ -11187,14 +11131,15 @@ def render_check_page(context, address, port, findings, listed, wall):
     for server in listed:
         server_endpoint = endpoint_text(server.address, server.port)
         listed_pieces.append(fill_template(
-            LISTED_SERVER,
+            '<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> '
+            '<small>seen $seen</small>\n',
             link=server_link(server),
             name=server.name or server_endpoint,
             badges=render_badges(server),
             address=server_endpoint,
             seen=time_tag(server.last_seen, wall)))
     if findings:
-        finding_list = fill_template(FINDING_LIST, items=findings)
+        finding_list = fill_template('<ol class="findings">\n$items</ol>\n', items=findings)
     else:
         finding_list = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
     main = fill_template(
@@ -11235,9 +11180,6 @@ preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
 """
-NO_HISTORY = """\
-<p class="lead">No history in this span yet. A sample is taken every minute.</p>
-"""
 VALUE_MARK = """\
 <line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
 <text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
@@ -11263,7 +11205,7 @@ TIME_STEPS = (
 def render_chart(series, wall):
     """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
+    `wall` is the present time in seconds since 1970. Without samples, say so instead."""
     count = len(series.means)
     # At most one point for each day of a year, or about one per pixel of a phone's width
     width = math.ceil(count / 366)
@@ -11275,7 +11217,8 @@ def render_chart(series, wall):
         if means:
             bars.append((start, sum(means) / len(means), max(peaks)))
     if not bars:
-        return Html(NO_HISTORY)
+        return Html('<p class="lead">No history in this span yet. A sample is taken every minute.'
+                    '</p>\n')
     peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
     peak_share = peak_index / count
