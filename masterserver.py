@@ -437,10 +437,11 @@ def read_endpoint(text: str) -> Tuple[str, int]:
     """Return (host, port) for `HOST:PORT` or `[ADDRESS]:PORT`. The host may be a name. Raise
     ValueError for any other text and for a port outside 1 to 65535."""
     match = ENDPOINT.fullmatch(text)
-    bracketed_host, host, port = match.groups() if match else ("", "", "0")
-    if not 0 < int(port) <= MAX_PORT:
-        raise ValueError("expected ADDRESS:PORT")
-    return bracketed_host or host, int(port)
+    if match:
+        bracketed_host, host, port = match.groups()
+        if 0 < int(port) <= MAX_PORT:
+            return bracketed_host or host, int(port)
+    raise ValueError("expected ADDRESS:PORT")
 
 
 def endpoint_text(host, port):
@@ -1076,11 +1077,12 @@ class Settings:
     def file(self, name):
         """Return the path of the file that the setting `name` names, or "" if there is no such
         file. A relative path begins in the ini's folder."""
+        path = self.values[name]
         # A program that has made these settings gets no file that it has not asked for
         is_embedded = self.folder is None
-        if not self.values[name] or is_embedded and name not in self.given:
+        if not path or is_embedded and name not in self.given:
             return ""
-        return os.path.join(self.folder or "", self.values[name])
+        return os.path.join(self.folder or "", path)
 
 
 def name_hint(name, right_names):
@@ -9694,19 +9696,11 @@ $link<link rel="icon" href="/icon.svg" type="image/svg+xml">
 <script src="/app.js" defer></script>
 """
 
-HEAD_LINK = """\
-<meta property="og:url" content="$url">
-"""
-
 FOOT = """\
 <footer>
 <nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
 <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
 </footer>
-"""
-
-TOTALS = """\
-<p class="totals" id="totals" data-live>$spark$totals</p>
 """
 
 SEARCH = """\
@@ -9720,24 +9714,6 @@ SEARCH = """\
 <div class="choice" id="country-boxes" data-live>$boxes</div></details>
 <button>Search</button>
 </form>
-"""
-
-COUNTRY_BOX = """\
-<label><input type="checkbox" name="country" value="$code"$checked> $name <small>$count</small>\
-</label>
-"""
-
-TAB = """\
-<a href="$link" aria-current="$current">$text<small>$count</small></a>
-"""
-
-TABS = """\
-<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>
-"""
-
-HINT = """\
-<p>$reader</p>
-<pre><code>$line</code></pre>
 """
 
 TABLE = """\
@@ -9762,9 +9738,6 @@ $hint
 the servers in their lists that answer appear here.</p>
 </section>
 """
-
-# One "V...h1" for each hour goes between: up or down to the hour's height, then one step right
-SPARKLINE = '<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
 
 # The marks beside the names of servers, each with the explanation that is shown as its title
 BADGES = {
@@ -9843,17 +9816,6 @@ path { fill: var(--accent); opacity: .75; }
 </svg>
 """
 
-NOT_LISTED = """\
-Not listed now. Last seen $seen. <a href="$link">Why?</a>"""
-
-PLAY = """\
-<p><a class="play" href="$link">Play</a></p>
-"""
-
-FACT = """\
-<div$width><dt>$name</dt><dd>$value</dd></div>
-"""
-
 HISTORY = """\
 <section>
 <div class="bar">
@@ -9884,15 +9846,6 @@ $listed</ul>
 <section id="findings" data-live>
 <h2>What arrived</h2>
 $findings</section>
-"""
-
-LISTED_SERVER = """\
-<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> <small>seen $seen</small>
-"""
-
-FINDING_LIST = """\
-<ol class="findings">
-$items</ol>
 """
 
 FINDING = """\
@@ -10074,14 +10027,11 @@ td {
 td:first-child { display: flex; }
 td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
 /* A name that is too long loses its end, even if it runs from right to left */
-td bdi {
-  display: block; overflow: hidden; text-overflow: ellipsis; text-align: left;
-}
+td bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }
 td:nth-child(n+2) { color: var(--soft); }
 td:nth-child(4), td:nth-child(5) { color: var(--ink); }
-tr.empty td:first-child a { font-weight: 400; }
+tr.empty :is(b, td:first-child a) { font-weight: 400; }
 tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
-tr.empty b { font-weight: 400; }
 tr.full :is(svg, meter) { opacity: .5; }
 td:nth-child(5), td:last-child { display: flex; align-items: center; }
 td span { flex: 0 0 4rem; line-height: 1.25rem; }
@@ -10112,8 +10062,7 @@ td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
 td a:hover { text-decoration: underline; }
 .copy {
   position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0;
-  border: 0; background: none; color: var(--soft);
-  vertical-align: top; cursor: pointer;
+  border: 0; background: none; color: var(--soft); vertical-align: top; cursor: pointer;
 }
 .copy::before, .copy::after {
   content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid;
@@ -10161,10 +10110,8 @@ pre {
   header { padding: 1.5rem 0 1.25rem; }
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
-  #search input[type=search] { flex: 1; width: auto; min-width: 0; }
-  #search, #search label:has([type=search]) { flex: 1 0 100%; }
-  .check input { flex: 1; width: auto; min-width: 0; }
-  .check label:first-child { flex: 1 0 100%; }
+  #search input[type=search], .check input { flex: 1; min-width: 0; }
+  #search, #search label:has([type=search]), .check label:first-child { flex: 1 0 100%; }
   thead tr { flex-wrap: wrap; }
   tbody tr {
     display: grid;
@@ -10184,8 +10131,7 @@ pre {
   td:last-child { grid-area: 2 / 5 / 3 / 7; justify-content: end; }
   td:last-child code { flex: 0 1 auto; max-width: 10.5rem; font-size: .75rem; }
   td span { flex-basis: 3.5rem; }
-  form { gap: .5rem .875rem; font-size: .8125rem; }
-  form { position: relative; }
+  form { position: relative; gap: .5rem .875rem; font-size: .8125rem; }
   details { position: static; }
   .choice { left: 0; }
 }
@@ -10200,8 +10146,7 @@ h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent);
-  border-radius: 3px; color: var(--accent);
-  font-weight: 650; text-decoration: none;
+  border-radius: 3px; color: var(--accent); font-weight: 650; text-decoration: none;
 }
 .play:hover { background: var(--accent); color: var(--ground); }
 dl {
@@ -10264,13 +10209,6 @@ APP_JS = r"""'use strict';
 // Every page is complete without this script. It adds: search as you type, sorting, hiding, copy
 // buttons, and a refresh every five seconds that touches only what has changed.
 
-const REFRESH_MS = 5000;            // caches keep a page for the same time
-const ANSWER_MS = 10000;            // two refreshes: time to send lost packets again
-const FADE_MS = 1600;               // long enough to be noticed in passing
-const COPIED_MS = 1500;             // long enough to be noticed
-const TYPING_MS = 300;              // longer than the pause between two keys
-const PLAYERS_MAX = 65535;          // the highest number that the master accepts
-const CODES_SHOWN = 3;              // chosen countries; of more the number is shown
 const COLUMNS = [
   'name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'country', 'address'];
 const PLAYERS = 4, SEEN = 6, COUNTRY = 7, ADDRESS = 8;
@@ -10333,7 +10271,7 @@ document.addEventListener('click', async event => {
   setTimeout(() => {
     button.classList.remove('done');
     said.textContent = '';
-  }, COPIED_MS);
+  }, 1500);                         // long enough to be noticed
 });
 
 // ---- The view says how the list is searched and sorted, and which rows are hidden. It is kept in
@@ -10462,8 +10400,9 @@ function source(search = capped) {
 }
 
 function fade(element) {
-  if (!matchMedia('(prefers-reduced-motion: reduce)').matches)
-    element.animate([{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}], FADE_MS);
+  if (matchMedia('(prefers-reduced-motion: reduce)').matches) return;
+  const colors = [{backgroundColor: 'var(--glow)'}, {backgroundColor: 'transparent'}];
+  element.animate(colors, 1600);                    // ms: long enough to be noticed in passing
 }
 
 function patchRow(row, fresh) {
@@ -10532,22 +10471,14 @@ function patchParts(page) {
   }
 }
 
-// The boxes have just been patched with the counts. They show the view's choice, and not that of
-// the page, which was fetched with all countries.
-function showCountryChoice(page) {
-  const choice = document.querySelector('#countries');
-  const fresh = page.querySelector('#countries');
-  if (!choice || !fresh) return;    // an operator's own template may have none
-  choice.hidden = fresh.hidden && !view.country.length;
-  checkCountries();
-}
-
-function checkCountries() {         // the text is as in render_search() of the master
+// The boxes show the view's choice, and not that of the page, which was fetched with all countries.
+// The text is as in render_search() of the master.
+function checkCountries() {
   for (const box of document.querySelectorAll('#countries input'))
     box.checked = view.country.includes(box.value);
   const summary = document.querySelector('#countries summary'), count = view.country.length;
   if (!summary) return;
-  const chosen = count > CODES_SHOWN ? count : view.country.join(', ').toUpperCase();
+  const chosen = count > 3 ? count : view.country.join(', ').toUpperCase();
   put(summary, count ? 'Countries: ' + chosen : 'Countries');
 }
 
@@ -10565,7 +10496,9 @@ function takePage(url, text) {
     capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
-  showCountryChoice(page);
+  const choice = document.querySelector('#countries'), fresh = page.querySelector('#countries');
+  if (choice && fresh) choice.hidden = fresh.hidden && !view.country.length;
+  checkCountries();
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
 }
@@ -10575,7 +10508,7 @@ async function refresh() {
   asking = true;
   const url = source();
   const late = new AbortController();               // some browsers lack AbortSignal.timeout()
-  setTimeout(() => late.abort(), ANSWER_MS);
+  setTimeout(() => late.abort(), 10000);            // after time to send lost packets again
   try {
     const answer = await fetch(url, {cache: 'no-cache', signal: late.signal});
     if (!answer.ok) throw answer.status;
@@ -10626,14 +10559,16 @@ function startSearch(form) {
   form.addEventListener('input', () => {
     const least = Math.ceil(form.elements.players_min.value);
     view.name = form.elements.name.value;
-    view.players_min = String(Math.min(PLAYERS_MAX, Math.max(0, least)) || '');
+    // 65535 is the highest number that the master accepts
+    view.players_min = String(Math.min(65535, Math.max(0, least)) || '');
     const chosen = [...form.querySelectorAll(':checked')];
     view.country = chosen.filter(box => box.name === 'country').map(box => box.value).sort();
     view.hide = chosen.filter(box => box.name !== 'country').map(box => box.value);
     checkCountries();
     show();
     clearTimeout(pause);
-    if (capped) pause = setTimeout(refresh, TYPING_MS);         // the master limits searches
+    // The master limits searches, so it is asked when the typing has paused
+    if (capped) pause = setTimeout(refresh, 300);
     keepView();
   });
 }
@@ -10665,7 +10600,7 @@ if (table) {
 }
 
 if (document.querySelector(LIVE)) {
-  setInterval(refresh, REFRESH_MS);
+  setInterval(refresh, 5000);       // caches keep a page for the same time
   document.addEventListener('visibilitychange', refresh);
 }
 """
@@ -10791,7 +10726,8 @@ def render_sparkline(counts):
         # players is one step high
         top = 9 if count is None else 8 - round(8 * count / scale)
         bars.append("V%dh1" % top)          # up or down to the hour's height, then one step right
-    return Html(SPARKLINE % "".join(bars))
+    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
+                % "".join(bars))
 
 
 def without_gaps(counts):
@@ -10819,7 +10755,8 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
     full_title = " · ".join(filter(None, [title, context.title]))
     link = ""
     if context.url and path:
-        link = fill_template(HEAD_LINK, url=context.url + path)
+        link = fill_template(
+            '<meta property="og:url" content="$url">\n', url=context.url + path)
     head = fill_template(
         HEAD,
         title=full_title,
@@ -10833,7 +10770,7 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 def render_tab(link, text, is_current, count=""):
     """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
-        TAB,
+        '<a href="$link" aria-current="$current">$text<small>$count</small></a>\n',
         link=link,
         text=text,
         current="page" if is_current else "false",
@@ -10865,7 +10802,8 @@ def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    return fill_template(TOTALS, spark=spark, totals=Html(bold_totals))
+    return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
+                         spark=spark, totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -10881,7 +10819,9 @@ def render_game_tabs(context, counts, chosen_game):
             link = "/?game=" + urllib.parse.quote(game)
             count = number_text(counts.get(game, 0))
             tabs.append(render_tab(link, title, game == chosen_game, count))
-    return fill_template(TABS, tabs=tabs if len(tabs) > 2 else "")
+    return fill_template(
+        '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
+        tabs=tabs if len(tabs) > 2 else "")
 
 
 def render_search(list_filter, country_counts):
@@ -10895,7 +10835,8 @@ def render_search(list_filter, country_counts):
     boxes = []
     for code in sorted(counts, key=country_name):
         boxes.append(fill_template(
-            COUNTRY_BOX,
+            '<label><input type="checkbox" name="country" value="$code"$checked> $name '
+            '<small>$count</small></label>\n',
             code=code,
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
@@ -10943,7 +10884,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
         hints = []
         for game, reader, line in contacts:
             if list_filter.game in ("", game):
-                hints.append(fill_template(HINT, reader=reader, line=line))
+                hints.append(fill_template('<p>$reader</p>\n<pre><code>$line</code></pre>\n',
+                                           reader=reader, line=line))
         empty = fill_template(EMPTY, hint=hints)
     return fill_template(
         TABLE,
@@ -11047,10 +10989,12 @@ def render_server_page(context, server, is_listed, history, base, wall):
         about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
         if server.game in PLAY_LINKS:
-            play = fill_template(PLAY, link=PLAY_LINKS[server.game] % address)
+            play = fill_template('<p><a class="play" href="$link">Play</a></p>\n',
+                                 link=PLAY_LINKS[server.game] % address)
     else:
         seen = time_tag(server.last_seen, wall)
-        lead = fill_template(NOT_LISTED, seen=seen, link=server_link(server, "/check"))
+        lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
+                             seen=seen, link=server_link(server, "/check"))
         about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
@@ -11070,7 +11014,9 @@ def render_server_page(context, server, is_listed, history, base, wall):
         if value:
             # Descriptions are long, so they take the whole width
             width = Html(' class="wide"') if fact == "Description" else ""
-            fact_pieces.append(fill_template(FACT, width=width, name=fact, value=value))
+            fact_pieces.append(fill_template(
+                '<div$width><dt>$name</dt><dd>$value</dd></div>\n',
+                width=width, name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
         name=name,
@@ -11148,14 +11094,15 @@ def render_check_page(context, address, port, findings, listed, wall):
     for server in listed:
         server_endpoint = endpoint_text(server.address, server.port)
         listed_pieces.append(fill_template(
-            LISTED_SERVER,
+            '<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> '
+            '<small>seen $seen</small>\n',
             link=server_link(server),
             name=server.name or server_endpoint,
             badges=render_badges(server),
             address=server_endpoint,
             seen=time_tag(server.last_seen, wall)))
     if findings:
-        finding_list = fill_template(FINDING_LIST, items=findings)
+        finding_list = fill_template('<ol class="findings">\n$items</ol>\n', items=findings)
     else:
         finding_list = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
     main = fill_template(
@@ -11196,9 +11143,6 @@ preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
 """
-NO_HISTORY = """\
-<p class="lead">No history in this span yet. A sample is taken every minute.</p>
-"""
 VALUE_MARK = """\
 <line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
 <text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
@@ -11224,7 +11168,7 @@ TIME_STEPS = (
 def render_chart(series, wall):
     """Draw the player counts of a Series as inline SVG, about 13 kB.
 
-    `wall` is the present time in seconds since 1970. Without samples, return NO_HISTORY."""
+    `wall` is the present time in seconds since 1970. Without samples, say so instead."""
     count = len(series.means)
     # At most one point for each day of a year, or about one per pixel of a phone's width
     width = math.ceil(count / 366)
@@ -11236,7 +11180,8 @@ def render_chart(series, wall):
         if means:
             bars.append((start, sum(means) / len(means), max(peaks)))
     if not bars:
-        return Html(NO_HISTORY)
+        return Html('<p class="lead">No history in this span yet. A sample is taken every minute.'
+                    '</p>\n')
     peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
     peak_share = peak_index / count
@@ -13919,10 +13864,10 @@ def bound_output(connections, now):
     counted_ids = set()
     for connection in waiting:
         # Connections that wait for the same answer share its bytes, which are counted once
-        answer = connection.unsent.obj
-        if id(answer) not in counted_ids:
-            counted_ids.add(id(answer))
-            total_bytes += len(answer)
+        for answer in connection.unsent.obj, connection.session.body:
+            if id(answer) not in counted_ids:
+                counted_ids.add(id(answer))
+                total_bytes += len(answer)
         if total_bytes > OUTPUT_BYTES:
             connection.tally.limited += 1
             connection.close(now)
@@ -17243,10 +17188,6 @@ class MasterServer:
 # ================================================================================================
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-# The thresholds of Python's garbage collector. By default it looks for reference cycles after every
-# 700 new objects (2,000 from Python 3.13 on). Listed servers have no cycles, and without these
-# searches they are listed 4 % faster
-GC_THRESHOLDS = 10_000, 20, 20
 EXIT_STATUSES = """exit status:
   0  ended as told, by a signal, Ctrl+C or Ctrl+Break, or the end of standard input; or the
      command succeeded
@@ -18131,10 +18072,9 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """Raised to end a command with an exit status and a message for the user."""
+    """Raised to end a command with one of the EXIT_ statuses and a message for the user."""
 
     def __init__(self, status, message):
-        """Take one of the EXIT_ statuses, and the message."""
         super().__init__(message)
         self.status = status
 
@@ -18167,48 +18107,37 @@ def complain(text):
 def write_file(path, data):
     """Replace the content of a file at once: a reader finds the old or the new content, no mixture.
 
-    The content is written to a file beside it, with ".new" added to its name, which then gets its
-    name. A pipe or a device is written to directly. Raise OSError if that fails."""
-    real_path = os.path.realpath(path)          # of a link, the file is replaced and not the link
-    if is_special(real_path):
-        with open(real_path, "wb") as file:
-            file.write(data)
-        return
-    new_path = real_path + ".new"
+    A pipe or a device is written to directly. Raise OSError if that fails."""
+    path = os.path.realpath(path)       # of a link, the file is replaced and not the link
+    new_path = path if is_special(path) else path + ".new"
     with open(new_path, "wb") as file:
         file.write(data)
-    os.replace(new_path, real_path)
+    if new_path != path:
+        os.replace(new_path, path)
 
 
 def read_stdin(on_line, on_end):
     """Start a thread that reads standard input.
 
     It calls on_line(text) for each line, and on_end() when standard input ends."""
-    thread = threading.Thread(target=read_stdin_lines, args=[on_line, on_end],
-                              name="masterserver stdin", daemon=True)
-    thread.start()
+    def read():
+        # An OSError means that there is no standard input, or no longer: it counts as ended
+        with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
+            for line in file:
+                on_line(line.decode("utf-8-sig", "replace"))
+        log.info("standard input has ended")
+        on_end()
 
-
-def read_stdin_lines(on_line, on_end):
-    """Read standard input to its end, as read_stdin() says, in the calling thread."""
-    # An OSError means that there is no standard input, or no longer: it counts as ended
-    with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
-        for line in file:
-            on_line(line.decode("utf-8-sig", "replace"))
-    log.info("standard input has ended")
-    on_end()
+    threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
 def on_signals(call, *names):
     """Call `call()` whenever one of the signals with these names comes.
 
     Names that this system lacks are skipped: Windows has no SIGHUP, other systems no SIGBREAK."""
-    def handler(number, frame):
-        call()
-
     for name in names:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), handler)
+            signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
 def stop_on_signals(stop):
@@ -18258,10 +18187,8 @@ def load_settings(arguments):
 
     The ini is the one that --config names, or else masterserver.ini beside the program, if it
     exists. Raise SettingsError if it cannot be read, or if a setting is wrong."""
-    program = __file__
-    if getattr(sys, "frozen", False):
-        # PyInstaller and similar programs unpack this file into a temporary folder
-        program = sys.executable
+    # PyInstaller and similar programs unpack this file into a temporary folder
+    program = sys.executable if getattr(sys, "frozen", False) else __file__
     default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
     overrides = list(arguments.set)
     if arguments.verbose:
@@ -18271,15 +18198,19 @@ def load_settings(arguments):
 
 
 def serve(master_server, arguments):
-    """Open the ports, log where the master listens, and run until it is stopped.
-
-    Raise StartError if a port cannot be opened, and ToolError if the ready file cannot be written.
-    """
+    """Open the ports, log where the master listens, and run until it is stopped."""
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
-        gc.set_threshold(*GC_THRESHOLDS)
+        # By default Python looks for reference cycles after every 700 new objects (2,000 from 3.13
+        # on). Listed servers have no cycles, and with fewer searches they are listed 4 % faster
+        gc.set_threshold(10_000, 20, 20)
     master_server.bind()
     if arguments.ready_file:
-        write_ready_file(arguments.ready_file, master_server)
+        # The poller's port is left out, because other programs only answer it
+        listeners = [listener._asdict() for listener in master_server.listeners
+                     if listener.protocol != "poll"]
+        ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
+        with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
+            write_file(arguments.ready_file, ready.encode())
     for line in first_contact(master_server):
         log.info("%s", line)
     for line in master_server.settings.warnings:
@@ -18295,32 +18226,16 @@ def first_contact(master_server):
     They name the open ports, the lines for game servers' settings, and the address of the page."""
     settings = master_server.settings
     host = settings["server.public_address"] or own_address() or "localhost"
-    listeners = []
+    listeners = {}                              # a port may be open at several addresses
     pages = []
     for protocol, transport, _, port in master_server.listeners:
-        listener = "%s on %s %d" % (protocol, transport.upper(), port)
-        if listener not in listeners:           # a port may be open at several addresses
-            listeners.append(listener)
+        listeners["%s on %s %d" % (protocol, transport.upper(), port)] = None
         if protocol in WEB_PORTS:
             pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
     for _, reader, contact in contact_lines(master_server.listeners, host, settings):
         lines.append("%s: %s" % (reader, contact))
     return lines + pages[:1]
-
-
-def write_ready_file(path, master_server):
-    """Write the file that tells other programs the open ports of this master, as JSON.
-
-    The poller's port is left out, because other programs only answer it. Raise ToolError if the
-    file cannot be written."""
-    listeners = []
-    for listener in master_server.listeners:
-        if listener.protocol != "poll":
-            listeners.append(listener._asdict())
-    ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
-    with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
-        write_file(path, ready.encode())
 
 
 # --- Checking the settings ----------------------------------------------------------------------
@@ -18331,7 +18246,8 @@ def check_settings(settings):
     Raise StartError or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
-    check_engine(settings["cluster.redis"])
+    if settings["cluster.redis"]:
+        check_engine(settings["cluster.redis"])
     check_upstreams(settings)
     # The trial must not change the database, and other masters must not notice it
     settings.values.update({
@@ -18363,9 +18279,8 @@ def reach_warnings(settings):
     if all(map(is_loopback, bind_addresses)):
         warnings.append("[server] bind: %s can be reached from this machine only."
                         % ", ".join(bind_addresses))
-    iceball_list_ports = {27790, 27795}
-    if settings["iceball.port"] is not None and iceball_list_ports.isdisjoint(
-            settings["http.ports"]):
+    has_list_port = 27790 in settings["http.ports"] or 27795 in settings["http.ports"]
+    if settings["iceball.port"] is not None and not has_list_port:
         warnings.append("[http] ports: Iceball's players ask for the list on port 27790 or 27795.")
     return warnings
 
@@ -18373,10 +18288,7 @@ def reach_warnings(settings):
 def check_engine(engine):
     """Try the connection to Redis or Valkey, and print a warning if its settings are unsuitable.
 
-    `engine` is an EngineAddress, or None if there are no other masters. Raise ToolError if the
-    connection does not work."""
-    if not engine:
-        return
+    Raise ToolError if the connection does not work."""
     # An AttributeError is raised under Windows, where Python has no Unix sockets
     with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
                       AttributeError):
@@ -18501,29 +18413,12 @@ def server_line(server):
 
 # --- Export -------------------------------------------------------------------------------------
 
-# Queries to each server. Two take up to 4 s; the script in the document waits for 3 s
-EXPORT_TRIES = 2
-# Servers that are queried at once, with a socket each. macOS allows a program 256 open files
-EXPORT_AT_ONCE = 200
 # The time for all queries. It is enough for 3,000 servers that do not answer
 EXPORT_TOTAL_S = 60.0
 # The time for each answer of the FTP server, whose disk may have to spin up
 EXPORT_FTP_S = 30.0
-
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
-EXPORT_HELP = """\
-Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
-script in Hyperbol's protocol document does. A server that does not answer has responding="0".
-
-The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc.
-PATH begins in the user's folder (in the root if it begins with %2F); if it does not end in /, its
-last part is the file's name.
-
-Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
-not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
-cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
-with 0."""
 
 
 def command_export(arguments):
@@ -18547,9 +18442,24 @@ def export_once(arguments):
     """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
 
     Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
-    entries = fetch_export_list(arguments)
-    servers = query_servers(entries)
+    _, default_port = LISTS["hyperbol"]
+    host, port = arguments.master
+    port = port or default_port
+    master = endpoint_text(host, port)
     path = arguments.output
+    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
+        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
+            entries = list_hyperbol(host, port)
+    if not entries:
+        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
+                        % (master, path))
+
+    deadline = time.monotonic() + EXPORT_TOTAL_S
+    query = functools.partial(queried_server, deadline=deadline)
+    # So many at once, with a socket each. macOS allows a program 256 open files
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        servers = list(pool.map(query, entries))
+
     xml = servers_xml(map(server_xml, servers), time.time())
     with failing_with(EXIT_FILE, path + " cannot be written", OSError):
         write_file(path, xml)
@@ -18559,35 +18469,6 @@ def export_once(arguments):
     players = sum(server.players for server in servers)
     return "%d servers, %d of them responding, %d players: %s written." % (
         len(servers), responding, players, path)
-
-
-def fetch_export_list(arguments):
-    """Fetch the list of a Hyperbol master, and return its entries, which are dicts.
-
-    Raise ToolError, with the exit status of the document's script, if that fails or the list is
-    empty."""
-    _, default_port = LISTS["hyperbol"]
-    host, port = arguments.master
-    port = port or default_port
-    master = endpoint_text(host, port)
-    with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
-        with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
-            entries = list_hyperbol(host, port)
-    if not entries:
-        raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
-                        % (master, arguments.output))
-    return entries
-
-
-def query_servers(entries):
-    """Query the servers of a list, EXPORT_AT_ONCE at a time, and return a Server for each entry.
-
-    After EXPORT_TOTAL_S no further queries are sent, and the remaining servers are marked as not
-    responding."""
-    deadline = time.monotonic() + EXPORT_TOTAL_S
-    query = functools.partial(queried_server, deadline=deadline)
-    with concurrent.futures.ThreadPoolExecutor(EXPORT_AT_ONCE) as pool:
-        return list(pool.map(query, entries))
 
 
 def queried_server(entry, deadline):
@@ -18601,16 +18482,15 @@ def queried_server(entry, deadline):
     if time.monotonic() < deadline:
         # The socket raises OverflowError if the list has a port number above 65535
         with contextlib.suppress(Malformed, OSError, OverflowError):
-            fields = ping_hyperbol(address, port, EXPORT_TRIES)
+            # Two queries take up to 4 s; the script in the document waits for 3 s
+            fields = ping_hyperbol(address, port, tries=2)
     return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
                   flavor=entry["flavor"], **fields)
 
 
 def read_ftp_url(text):
-    """Parse ftp://USER@HOST[:PORT]/PATH/ and return the result of urlsplit().
-
-    Raise ValueError for a URL of another kind, and for one with a password, because other users of
-    the machine can see the arguments of a program."""
+    """Return the result of urlsplit() for ftp://USER@HOST[:PORT]/PATH/. Raise ValueError for a URL
+    of another kind, and for one with a password: others can see the arguments of a program."""
     url = urllib.parse.urlsplit(text)
     is_complete = url.scheme == "ftp" and url.hostname and url.port != 0
     if not is_complete or url.password:
@@ -18620,21 +18500,16 @@ def read_ftp_url(text):
 
 
 def ftp_login(url):
-    """Return the user and the password for an FTP URL. An anonymous login has "" for both.
-
-    The password is read from the environment variable MASTERSERVER_FTP_PASSWORD. Without it,
-    ~/.netrc is searched for the host, and may also give the user."""
+    """Return the user and the password for an FTP URL. An anonymous login has "" for both."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
-    if password:
-        return user, password
-    login = None
-    with contextlib.suppress(FileNotFoundError):
-        login = netrc.netrc().authenticators(url.hostname)
-    if not login:
-        return user, password
-    netrc_user, _, netrc_password = login
-    return user or netrc_user, netrc_password
+    if not password:
+        with contextlib.suppress(FileNotFoundError):
+            # ~/.netrc may also give the user
+            login = netrc.netrc().authenticators(url.hostname)
+            netrc_user, _, password = login or ("", "", "")
+            user = user or netrc_user
+    return user, password
 
 
 def upload(url, file_name, data):
@@ -18647,20 +18522,45 @@ def upload(url, file_name, data):
     path = urllib.parse.unquote(url.path[len("/"):], encoding)
     if not path or path.endswith("/"):
         path += file_name
-    port = url.port or ftplib.FTP_PORT
     with failing_with(EXIT_FTP, "The upload to %s failed" % url.hostname, *ftplib.all_errors,
                       ValueError, netrc.NetrcParseError):
         with ftplib.FTP(timeout=EXPORT_FTP_S) as ftp:
             ftp.encoding = encoding
-            ftp.connect(url.hostname, port)
-            user, password = ftp_login(url)
-            ftp.login(user, password)
+            ftp.connect(url.hostname, url.port or ftplib.FTP_PORT)
+            ftp.login(*ftp_login(url))
             ftp.storbinary("STOR " + path, io.BytesIO(data))
 
 
-# --- The arguments ------------------------------------------------------------------------------
+# --- The commands and their arguments ------------------------------------------------------------
 
-SERVE_HELP = """\
+class Command(NamedTuple):
+    """A command of the program, such as `announce`."""
+
+    run: Callable[[argparse.Namespace], int]            # returns the exit status
+    help: str
+    options: Tuple[Any, ...]                            # the arguments, each by option()
+    epilog: str = ""
+
+
+def option(*names, **properties):
+    """Return an argument of a command: what ArgumentParser.add_argument() is called with."""
+    return names, properties
+
+
+# These arguments choose the settings
+SETTINGS_OPTIONS = (
+    option("--config", metavar="FILE",
+           help="read the settings from FILE, not from masterserver.ini beside the program"),
+    option("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
+           help="set this, whatever the ini says; repeatable"),
+    option("-v", "--verbose", action="store_true", help="log at debug level"),
+)
+JSON_OPTION = option("--json", action="store_true", help="as JSON")
+
+# To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
+# stands for the program without a command
+COMMANDS = {
+    "": Command(command_serve, """\
 A master server for Iceball, Hyperbol, SubSpace, AIO and others. Without a command it serves.
 
 commands, each with a --help of its own:
@@ -18668,137 +18568,101 @@ commands, each with a --help of its own:
   ping      query a game server
   list      show a master's list
   export    write a master's list as XML
-  notify    tell the webhooks in the settings, as a test"""
-ANNOUNCE_HELP = """\
+  notify    tell the webhooks in the settings, as a test""", (
+        *SETTINGS_OPTIONS,
+        option("--check", action="store_true",
+               help="say what is wrong with the settings, or probably wrong on this machine, and "
+                    "exit"),
+        option("--print-config", action="store_true",
+               help="print every setting with its default and its meaning"),
+        option("--ready-file", metavar="FILE",
+               help="write what listens where to FILE, as JSON, once everything listens"),
+        option("--exit-with-stdin", action="store_true",
+               help="exit when standard input is closed, as a child process should"),
+        option("--version", action="version", version="masterserver.py " + __version__),
+    ), EXIT_STATUSES),
+
+    "announce": Command(command_announce, """\
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
-AIO), they are answered here if that UDP port is free."""
+AIO), they are answered here if that UDP port is free.""", (
+        option("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
+               help="any other NAME that the masters list is announced by HTTP"),
+        option("--port", required=True, type=int, help="where players find the game server"),
+        option("--players", type=int, help="how many there are now"),
+        option("--max-players", type=int, help="how many there may be"),
+        option("--name", help="as players see it"),
+        option("--map", help="the map being played"),
+        option("--mode", help="the game mode"),
+        option("--description", help="a sentence or two (SubSpace, AIO, HTTP)"),
+        option("--version",
+               help="of the game; if left out, Iceball's is the default of [iceball] version"),
+        option("--dialect", choices=["text", "framed"], default="",
+               help="of AIO; text if there is a name, which framed does not carry"),
+        option("--players-from", metavar="FILE|-", default="",
+               help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last "
+                    "line whenever it changes, or from each line of standard input"),
+        option("-v", "--verbose", action="store_true", help="log at debug level"),
+        option("--exit-with-stdin", action="store_true",
+               help="exit when standard input is closed"),
+        option("masters", nargs="+", metavar="MASTER[:PORT]",
+               help="default ports: iceball 27790, subspace 4990 (announcements go to the next "
+                    "one), aio 27011, others 27790; for others also https://MASTER[:PORT]"),
+    ), EXIT_STATUSES),
 
+    "ping": Command(command_ping, "Query a game server.", (
+        option("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
+               help="the game port, even where another one is queried"),
+        option("--game", choices=sorted(PINGS), required=True),
+        JSON_OPTION,
+    )),
 
-def settings_arguments(parser):
-    """Add the arguments by which the settings are chosen."""
-    parser.epilog = EXIT_STATUSES
-    add = parser.add_argument
-    add("--config", metavar="FILE",
-        help="read the settings from FILE, not from masterserver.ini beside the program")
-    add("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
-        help="set this, whatever the ini says; repeatable")
-    add("-v", "--verbose", action="store_true", help="log at debug level")
+    "list": Command(command_list, "Show a master's list.", (
+        option("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
+               help="the master; without a port on its game's default; of iceball and luanti also "
+                    "https://HOST[:PORT]"),
+        option("--game", choices=sorted(LISTS), required=True),
+        JSON_OPTION,
+        option("--protocol", type=int, default=68,
+               help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's"),
+        option("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic"),
+    )),
 
+    "export": Command(command_export, """\
+Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
+script in Hyperbol's protocol document does. A server that does not answer has responding="0".
 
-def notify_arguments(parser):
-    """Add the arguments of `notify`."""
-    settings_arguments(parser)
-    parser.add_argument("name", metavar="NAME", nargs="*", help="of a webhook; none: all")
+The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc.
+PATH begins in the user's folder (in the root if it begins with %2F); if it does not end in /, its
+last part is the file's name.
 
+Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer from it; 4 it is
+not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
+cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
+with 0.""", (
+        option("--game", choices=["hyperbol"], default="hyperbol",
+               help="the master's game (hyperbol)"),
+        option("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
+               help="the master; on port %d if none is given" % MASTER_PORTS["hyperbol"]),
+        option("--output", metavar="FILE", default="servers.xml",
+               help="the file to write (servers.xml)"),
+        option("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
+               help="upload it there; see above for the password"),
+        option("--every", metavar="SECONDS", type=argument(number_reader(1, 86400, float)),
+               help="repeat, with this long a pause"),
+    )),
 
-def serve_arguments(parser):
-    """Add the arguments of the program without a command."""
-    settings_arguments(parser)
-    add = parser.add_argument
-    add("--check", action="store_true",
-        help="say what is wrong with the settings, or probably wrong on this machine, and exit")
-    add("--print-config", action="store_true",
-        help="print every setting with its default and its meaning")
-    add("--ready-file", metavar="FILE",
-        help="write what listens where to FILE, as JSON, once everything listens")
-    add("--exit-with-stdin", action="store_true",
-        help="exit when standard input is closed, as a child process should")
-    add("--version", action="version", version="masterserver.py " + __version__)
-
-
-def game_arguments(parser, games):
-    """Add the arguments that `ping` and `list` share."""
-    parser.add_argument("--game", choices=sorted(games), required=True)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def ping_arguments(parser):
-    """Add the arguments of `ping`."""
-    parser.add_argument("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
-                        help="the game port, even where another one is queried")
-    game_arguments(parser, PINGS)
-
-
-def list_arguments(parser):
-    """Add the arguments of `list`."""
-    parser.add_argument("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
-                        help="the master; without a port on its game's default; of iceball and "
-                             "luanti also https://HOST[:PORT]")
-    game_arguments(parser, LISTS)
-    parser.add_argument("--protocol", type=int, default=68,
-                        help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's")
-    parser.add_argument("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic")
-
-
-def export_arguments(parser):
-    """Add the arguments of `export`."""
-    add = parser.add_argument
-    _, default_port = LISTS["hyperbol"]
-    add("--game", choices=["hyperbol"], default="hyperbol", help="the master's game (hyperbol)")
-    add("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
-        help="the master; on port %d if none is given" % default_port)
-    add("--output", metavar="FILE", default="servers.xml", help="the file to write (servers.xml)")
-    add("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
-        help="upload it there; see above for the password")
-    add("--every", metavar="SECONDS", type=argument(number_reader(1, 86400, float)),
-        help="repeat, with this long a pause")
-
-
-def announce_arguments(parser):
-    """Add the arguments of `announce`."""
-    parser.epilog = EXIT_STATUSES
-    add = parser.add_argument
-    add("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
-        help="any other NAME that the masters list is announced by HTTP")
-    add("--port", required=True, type=int, help="where players find the game server")
-    add("--players", type=int, help="how many there are now")
-    add("--max-players", type=int, help="how many there may be")
-    add("--name", help="as players see it")
-    add("--map", help="the map being played")
-    add("--mode", help="the game mode")
-    add("--description", help="a sentence or two (SubSpace, AIO, HTTP)")
-    add("--version", help="of the game; if left out, Iceball's is the default of [iceball] version")
-    add("--dialect", choices=["text", "framed"], default="",
-        help="of AIO; text if there is a name, which framed does not carry")
-    add("--players-from", metavar="FILE|-", default="",
-        help="read PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP from this file's last line "
-             "whenever it changes, or from each line of standard input")
-    add("-v", "--verbose", action="store_true", help="log at debug level")
-    add("--exit-with-stdin", action="store_true", help="exit when standard input is closed")
-    add("masters", nargs="+", metavar="MASTER[:PORT]",
-        help="default ports: iceball 27790, subspace 4990 (announcements go to the next one), "
-             "aio 27011, others 27790; for others also https://MASTER[:PORT]")
-
-
-class Command(NamedTuple):
-    """A subcommand of the program, such as `announce`."""
-
-    run: Callable[[argparse.Namespace], int]            # returns the exit status
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    help: str
-
-
-# To add a command, write a function command_NAME(arguments), and a function that adds its arguments
-# to a parser, and name both here. The empty name stands for the program without a command
-COMMANDS = {
-    "": Command(command_serve, serve_arguments, SERVE_HELP),
-    "announce": Command(command_announce, announce_arguments, ANNOUNCE_HELP),
-    "ping": Command(command_ping, ping_arguments, "Query a game server."),
-    "list": Command(command_list, list_arguments, "Show a master's list."),
-    "export": Command(command_export, export_arguments, EXPORT_HELP),
-    "notify": Command(command_notify, notify_arguments,
-                      "Tell the webhooks of a server, as a test."),
+    "notify": Command(command_notify, "Tell the webhooks of a server, as a test.", (
+        *SETTINGS_OPTIONS,
+        option("name", metavar="NAME", nargs="*", help="of a webhook; none: all"),
+    ), EXIT_STATUSES),
 }
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that hides secrets in its error messages.
-
-    The messages repeat a part of the command line, and that may contain the URL of a webhook."""
+    """Hides secrets in error messages, which repeat a part of the command line."""
 
     def error(self, message):
-        """Print the message without secrets, and exit."""
         words = [without_secrets(word) for word in message.split(" ")]
         super().error(" ".join(words))
 
@@ -18813,9 +18677,10 @@ def main(argv=None):
         name = arguments.pop(0)
     command = COMMANDS[name]
     parser = ArgumentParser(
-        prog=("masterserver.py " + name).strip(), description=command.help,
+        prog=("masterserver.py " + name).strip(), description=command.help, epilog=command.epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
+    for names, properties in command.options:
+        parser.add_argument(*names, **properties)
     try:
         return command.run(parser.parse_args(arguments))
     except KeyboardInterrupt:

@@ -7255,11 +7255,12 @@ class ListsTest(WebCase):
 
     def test_lists_are_made_once_between_two_ticks(self):
         """However many ask for them, in whatever words; and each server's part only when it has
-        changed."""
+        changed. A list without times in it stays until then."""
         servers = [self.list(port, max_players=9) for port in range(1, 4)]
-        for path, function in (("/?x=%d", "render_server_row"), ("/master.json?%d", "iceball_json"),
-                               ("/servers.json?%d", "server_json"),
-                               ("/servers.xml?game=iceball&x=%d", "server_xml")):
+        for path, function, has_times in (
+                ("/?x=%d", "render_server_row", True), ("/master.json?%d", "iceball_json", False),
+                ("/servers.json?%d", "server_json", True),
+                ("/servers.xml?game=iceball&x=%d", "server_xml", True)):
             listed = mock.Mock(wraps=self.registry.servers)
             made = mock.Mock(wraps=getattr(ms, function))
             with mock.patch.object(self.registry, "servers", listed), \
@@ -7267,10 +7268,26 @@ class ListsTest(WebCase):
                 for number in range(5):
                     self.get(path % number)
                 self.assertEqual((listed.call_count, made.call_count), (1, 3), path)
-                self.registry.update(servers[1], {"players": servers[1].players + 1})
                 self.web.tick(1.0)
+                for number in range(5):
+                    self.get(path % number)
+                self.assertEqual((listed.call_count, made.call_count), (1 + has_times, 3), path)
+                self.registry.update(servers[1], {"players": servers[1].players + 1})
+                self.web.tick(2.0)
                 self.get(path % 0)
-                self.assertEqual((listed.call_count, made.call_count), (2, 4), path)
+                self.assertEqual((listed.call_count, made.call_count), (2 + has_times, 4), path)
+
+    def test_a_long_body_is_there_once(self):
+        for number in range(1, 200):
+            self.list(1, "203.0.113.%d" % number)
+        bodies = []
+        for line in ("X: 1", "X: 2", "X: 2"):               # the third from the cache
+            session = self.session()
+            head = session.receive(http_request("/master.json", line), 0.0)
+            self.assertEqual((head[-4:], len(head) < 1000), (b"\r\n\r\n", True))
+            bodies.append(session.body)
+        self.assertEqual({id(body) for body in bodies}, {id(bodies[0])})
+        self.assertEqual(len(json.loads(bodies[0].decode())["servers"]), 199)
 
     def test_compressed_once_for_all_who_ask(self):
         for port in range(1, 20):
@@ -8607,6 +8624,12 @@ class DdnetTest(WebCase):
                 self.assertEqual(not body, is_empty)
         # The list is as of 86400 by the wall clock; the header Date is the present time
         self.assertEqual(times, [86400.0, None] * 2)
+
+    def test_a_master_that_allows_one_datagram_at_once(self):
+        self.settings = {**self.settings, "limits__datagrams": "100/1"}
+        self.setUp()
+        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO), self.HERE, 0.0),
+                         (200, "need_challenge"))
 
     def test_four_addresses_are_one_server(self):
         """Its players are counted once. It stands where IPv4 leads, whichever comes first."""
@@ -10550,6 +10573,20 @@ class ConnectionTest(unittest.TestCase):
         self.assertEqual(peer.recv(100), b"aaabbbccc...")
         self.assertEqual(read_all(peer), b"")
         self.assertEqual((connection.tally.received, connection.tally.bytes_out), (1, 12))
+
+    def test_a_long_body_follows_the_answer(self) -> None:
+        session = OneAnswer()
+        connection, peer = self.make(session)
+        session.body = bytes(1 << 20)
+        peer.sendall(b".")
+        connection.on_readable(0.0)
+        received = b""
+        while len(received) < 1 + (1 << 20):
+            received += peer.recv(1 << 16)
+            if connection.unsent:
+                connection.on_writable(0.0)
+        self.assertEqual(received, b"." + bytes(1 << 20))
+        self.assertEqual((read_all(peer), connection.tally.sent), (b"", 1))
 
     def test_nothing_is_read_or_made_while_an_answer_waits(self) -> None:
         session = OneAnswer(1 << 20)
@@ -14922,9 +14959,9 @@ class ExportTest(unittest.TestCase):
         questions: List[bytes] = []
         everybody, ping = threading.Barrier(100), ms.ping_hyperbol
 
-        def ping_with_all_others(*arguments: Any) -> Dict[str, Any]:
+        def ping_with_all_others(*arguments: Any, tries: int) -> Dict[str, Any]:
             everybody.wait(SOON_S)          # it fails if fewer are asked at once
-            return ping(*arguments)
+            return ping(*arguments, tries)
         for total_s, asked in (60.0, 200), (0.0, 0):
             questions.clear()
             with FakeServer(lambda data: questions.append(data) or []) as silent, \
