@@ -77,7 +77,7 @@ HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER
                           "sys.exit(ms.main())"]
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
-NO_PORTS = {"server.bind": "127.0.0.1", **{row.setting: "" for row in ms.PROTOCOLS if row.setting}}
+NO_PORTS = {"server.bind": "127.0.0.1", **{name: "" for name in ms.SETTINGS if name.endswith((".port", ".ports"))}}
 # How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
 # nobody waits so long when all goes well
 SOON_S = 30.0
@@ -95,17 +95,23 @@ def settings_of(arguments: Dict[str, str]) -> ms.Settings:
     return ms.Settings(setting_names(arguments))
 
 
-def make_core(**settings: str) -> ms.Core:
-    """What protocols are handed, without sockets: make_core(iceball__timeout="60")."""
+def make_core(**settings: str) -> Any:
+    """What rooms are handed, without sockets: make_core(iceball__timeout="60")."""
     chosen = settings_of(settings)
-    registry = ms.Registry(ms.Rules(chosen))
-    poller = ms.Poller(chosen)
-    return ms.Core(chosen, registry, poller,
-                   lambda host, done, source, like="": done(host, 0.0), {}, {},
-                   lambda data, peer: None)
+    return SimpleNamespace(
+        settings=chosen, registry=ms.Registry(ms.Rules(chosen)), poller=ms.Poller(chosen), rooms={},
+        resolve=lambda host, done, source, like="": done(host, 0.0), send=lambda data, peer: None,
+        epoch=0.0, database=None, tallies={}, health={}, listeners=[], gauges={}, cluster={},
+        upstream={}, hourly_players=dict)
 
 
-def reload(core: ms.Core, *protocols: Any, **settings: str) -> None:
+def changes(registry: ms.Registry) -> List[Tuple[str, ms.Server]]:
+    """What has changed in the list since the last call."""
+    noted, registry.changes = registry.changes, []
+    return noted
+
+
+def reload(core: Any, *protocols: Any, **settings: str) -> None:
     """What the program does when its ini has changed."""
     chosen = settings_of(settings)
     server = mock.Mock(settings=chosen, rules=core.registry.rules, registry=core.registry,
@@ -1683,7 +1689,7 @@ def address_of(number):
     return "198.18.%d.%d" % (number // 250, number % 250 + 1)
 
 
-class EchoQuerier(ms.Querier):
+class EchoQuerier(ms.PolledGame):
     """Its question is its nonce; its answer is the nonce, to as many questions as are wanted."""
 
     game = "test"
@@ -1934,7 +1940,7 @@ class PollerTest(unittest.TestCase):
         self.assertEqual((self.poller.newcomers, self.poller.sources), ({}, {}))
 
 
-class EchoGame(EchoQuerier, ms.PolledGame):
+class EchoGame(EchoQuerier):
     """A game whose servers are listed while they return the nonce."""
 
     offset = 1
@@ -15330,7 +15336,7 @@ class Embedded(unittest.TestCase):
             before = state()
             import masterserver as ms
             assert state() == before, state()
-            settings = {row.setting: "" for row in ms.PROTOCOLS if row.setting}
+            settings = {name: "" for name in ms.SETTINGS if name.endswith((".port", ".ports"))}
             settings.update({"server.bind": "127.0.0.1", "iceball.port": "0", "http.ports": "0"})
             ms.MasterServer(settings).stop()
             with ms.MasterServer(settings), ms.MasterServer(settings):
