@@ -2598,6 +2598,10 @@ class Registry:
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
 
+    def outcome(self, source, protocol, port):
+        """Return the PacketOutcome of the last packet with these, or None."""
+        return self.outcomes.get((source, protocol, port))
+
 
 def clamp_players(fields, players=0, max_players=0, playing=None):
     """Return these attributes of Server, with the numbers of players limited to the maximum.
@@ -12682,7 +12686,7 @@ def announce_luanti(web, request, port, values):
     if values.get("action") == "delete":
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
-    last_outcome = web.registry.outcomes.get(request.address, "luanti", port)
+    last_outcome = web.registry.outcome(request.address, "luanti", port)
     luanti = web.core.rooms["luanti"]
     luanti.on_http_announcement(request.address, port, values, request.now)
     if last_outcome and last_outcome.outcome in ("silent", "address"):
@@ -12870,7 +12874,7 @@ def recorded_findings(web, address, port, listed, wall):
     CHECK_FINDINGS findings are returned."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
-    for source, protocol, packet_port, record in web.registry.outcomes:
+    for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:

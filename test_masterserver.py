@@ -1987,7 +1987,7 @@ class PolledGameTest(unittest.TestCase):
         return {key[1:] for key in self.poller.targets}
 
     def outcome(self):
-        return self.registry.outcomes.get("203.0.113.9", "test", 5000)[1:]
+        return self.registry.outcome("203.0.113.9", "test", 5000)[1:]
 
     def test_listed_while_it_answers(self):
         self.poller.keep_polling(self.game, *self.here)
@@ -2027,10 +2027,10 @@ class PolledGameTest(unittest.TestCase):
         server, = self.registry.servers()
         self.assertEqual((self.listed(), server.found_at, self.targets(), server.lifetime),
                          ([(*self.here, 3)], "up.example", {self.here}, 900.0))
-        self.assertEqual(list(self.registry.outcomes), [])
+        self.assertEqual(list(self.registry.outcomes.things), [])
         self.assertEqual(self.find(self.here), [False])
         self.run_game(range(8, 120), self.here[0])
-        self.assertEqual((self.listed(), self.targets(), list(self.registry.outcomes)),
+        self.assertEqual((self.listed(), self.targets(), list(self.registry.outcomes.things)),
                          ([], set(), []))
 
     def test_found_in_another_list_and_not_allowed(self):
@@ -2319,7 +2319,7 @@ class IceballCase(unittest.TestCase):
 
     def outcome(self, port=0, source="203.0.113.9"):
         """What /check says of it."""
-        return ": ".join(self.registry.outcomes.get(source, "iceball", port)[1:])
+        return ": ".join(self.registry.outcome(source, "iceball", port)[1:])
 
     def places(self):
         return [(server.address, server.port) for server in self.registry.servers()]
@@ -2770,7 +2770,7 @@ class HyperbolTest(unittest.TestCase):
         return [tuple(getattr(server, name) for name in names) for server in servers]
 
     def outcome(self, source="203.0.113.9", port=27888):
-        return self.registry.outcomes.get(source, "hyperbol", port).outcome
+        return self.registry.outcome(source, "hyperbol", port).outcome
 
     def test_reply_by_the_table_of_offsets(self):
         self.assertEqual(ms.parse_hyperbol_answer(hyperbol_reply(), 0x11223344), {
@@ -3032,7 +3032,7 @@ class SubSpaceWorld:
         return self.registry.get("subspace", source, port)
 
     def outcome(self, source=ZONE[0], port=ZONE[1]):
-        return self.registry.outcomes.get(source, "subspace", port)[1:]
+        return self.registry.outcome(source, "subspace", port)[1:]
 
 
 class SubSpacePingAnswers(unittest.TestCase):
@@ -3308,9 +3308,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
             (third, b"Chaos", b"secret", "name"))
         world = SubSpaceWorld(*sources)
         for number, (source, name, password, refused) in enumerate(steps):
-            world.registry.outcomes = ms.PacketOutcomes()
+            world.registry.outcomes = ms.Turns(ms.OUTCOMES_KEPT)
             world.announce(zone_packet(name, password), source)
-            outcomes = {note.outcome for _, _, _, note in world.registry.outcomes}
+            outcomes = {note.outcome for note in world.registry.outcomes.things.values()}
             self.assertEqual(outcomes - {"listed"}, {refused} - {""}, (number, name))
             if number == 1:
                 self.assertTrue(world.outcome(source)[1].startswith(taken))
@@ -3345,7 +3345,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 ("203.0.113.7", b"cane", "name"), (ZONE[0], b"thief", "password"),
                 ("203.0.113.8", b"secret", None), ("203.0.113.7", b"secret", "listed")):
             world.announce(zone_packet(b"Mine", password), source)
-            note = world.registry.outcomes.get(source, "subspace", ZONE[1])
+            note = world.registry.outcome(source, "subspace", ZONE[1])
             self.assertEqual(note and note.outcome, outcome)
         silent = before.restarted()
         for seconds, zones in (179, 2), (1, 0):
@@ -4366,10 +4366,10 @@ class AioTest(unittest.TestCase):
             with self.subTest(data):
                 session = aio.session(source, 0.0)
                 self.assertEqual(feed(session, data), answer)
-                self.assertEqual(aio.registry.outcomes.get(source, "aio", port).outcome, outcome)
+                self.assertEqual(aio.registry.outcome(source, "aio", port).outcome, outcome)
                 self.assertFalse(session.kept)
         self.assertEqual(self.listed(aio, "source", "port"), [("198.51.100.9", 27010)])
-        self.assertEqual(aio.registry.outcomes.get("198.51.100.9", "aio", 27010).outcome, "listed")
+        self.assertEqual(aio.registry.outcome("198.51.100.9", "aio", 27010).outcome, "listed")
         aio = ms.Aio(make_core(server__refuse_names="evil"))    # the one that is listed stays
         aio_peer(aio, b"13#Good#d#1000#%13#evil#d#1000#%")
         self.assertEqual(self.listed(aio, "name"), ["Good"])
@@ -4424,7 +4424,7 @@ class AioTest(unittest.TestCase):
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
                 self.assertEqual(aio.registry.total, 2)
-                note = aio.registry.outcomes.get("203.0.113.9", "aio", 0)
+                note = aio.registry.outcome("203.0.113.9", "aio", 0)
                 self.assertEqual(note.outcome, "bad packet")
         # What came before it is answered; then the connection ends, and its server leaves
         session = aio.session("203.0.113.9", 0.0)
@@ -4473,7 +4473,7 @@ class AioTest(unittest.TestCase):
             core.poller.tick(float(now))
         self.assertEqual(self.listed(aio, *facts), [("My server", "Fun!", 3, 16, "7", 40)])
         self.assertEqual(len(core.poller.targets), 1)
-        self.assertEqual(core.registry.outcomes.get(peer[0], "aio", 27010)[1:],
+        self.assertEqual(core.registry.outcome(peer[0], "aio", 27010)[1:],
                          ("silent", "no answer from UDP port 27010"))
         session.closed(600.0)
         self.assertEqual((core.registry.total, core.poller.targets), (0, {}))
@@ -4550,7 +4550,7 @@ class AioTest(unittest.TestCase):
             sessions.append((session, feed(session, hexa("03000000 03 8269"))))
         refused = [answer[4:6] == hexa("0603") for _, answer in sessions]
         self.assertEqual((refused, aio.registry.total), ([False] * 4 + [True] * 2, 4))
-        self.assertEqual(aio.registry.outcomes.get("198.51.100.5", "aio", 27010)[1:], (
+        self.assertEqual(aio.registry.outcome("198.51.100.5", "aio", 27010)[1:], (
             "limit", "this master keeps connections to at most 4 servers"))
         self.assertEqual(feed(sessions[0][0], hexa("03000000 03 8269")), hexa("02000000 0503"))
         sessions[0][0].closed(1.0)
@@ -4689,7 +4689,7 @@ class Quake3Test(unittest.TestCase):
                      if (server.source, server.port) == place), None)
 
     def outcome(self, place=place):
-        return ": ".join(self.registry.outcomes.get(place[0], "quake3", place[1])[1:])
+        return ": ".join(self.registry.outcome(place[0], "quake3", place[1])[1:])
 
     def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
         """The ports in the list; the whole of it is checked."""
@@ -6313,7 +6313,7 @@ class FoundServersTest(unittest.TestCase):
                 self.assertEqual(len(world.servers()), 1)
                 world.run(110, answers=False)
                 self.assertEqual((world.servers(), world.poller.targets,
-                                  list(world.registry.outcomes)), ([], {}, []))
+                                  list(world.registry.outcomes.things)), ([], {}, []))
 
     def test_its_own_once_it_announces_itself(self):
         """Before it was asked, before it has answered, and while it is listed."""
@@ -7587,7 +7587,7 @@ class CheckTest(WebCase):
                 ("password", "the name x", "the name x. Wait"),
                 ("owner", "by HTTP", "accepted: by HTTP. If you"),
                 ("bad packet", "", "nothing more")):
-            self.registry.outcomes = ms.PacketOutcomes()
+            self.registry.outcomes = ms.Turns(ms.OUTCOMES_KEPT)
             self.note(outcome, detail=detail)
             self.assertIn(todo, self.get("/check?address=203.0.113.9")[2].decode(), outcome)
             self.assertEqual(self.titles(), [ms.OUTCOMES[outcome][0]])
@@ -7698,7 +7698,7 @@ class AnnounceTest(WebCase):
         for now, count in ((219.0, 1), (220.0, 0)):
             self.registry.expire(now)
             self.assertEqual(self.registry.total, count)
-        self.assertEqual(self.registry.outcomes.get("203.0.113.9", "mygame", 4000).outcome,
+        self.assertEqual(self.registry.outcome("203.0.113.9", "mygame", 4000).outcome,
                          "listed")
         for name in ({}, {"name": ""}):
             self.post({"game": "mygame", "port": 4000, **name}, address="2001:db8::1")
@@ -7781,7 +7781,7 @@ class AnnounceTest(WebCase):
             self.assertEqual(self.post(stop, address=source),
                              (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
             self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
-            self.assertEqual(self.registry.outcomes.get(source, game, 4000).outcome, "stopped")
+            self.assertEqual(self.registry.outcome(source, game, 4000).outcome, "stopped")
 
     def test_stop_of_one_that_another_master_lists(self):
         self.list(4000, game="mygame").master = "b"
@@ -7906,7 +7906,7 @@ class AnnounceTest(WebCase):
                 # What is read is the answer, by post()
                 status, _ = self.post(b'{"game":"mygame","port":%s}' % wrapped)
             self.assertEqual(status, 400)
-            self.assertIn("more than 400 digits", self.registry.outcomes.get(
+            self.assertIn("more than 400 digits", self.registry.outcome(
                 "203.0.113.9", "announce", 0).detail)
 
     def test_errors_in_words(self):
@@ -7935,7 +7935,7 @@ class AnnounceTest(WebCase):
                 self.assertEqual("operator" in words, "operator" in answer["reason"])
         self.assertEqual(self.registry.total, 0)
         for game, port in ("mygame", 1), ("mygame", 0), ("announce", 0):
-            note = self.registry.outcomes.get("203.0.113.9", game, port)
+            note = self.registry.outcome("203.0.113.9", game, port)
             self.assertEqual(note.outcome, "bad packet")
 
     def test_refused_with_the_right_status(self):
@@ -8009,7 +8009,7 @@ class LuantiTest(WebCase):
         return [entry["name"] for entry in self.found()["list"]]
 
     def outcome(self, port=36302):
-        return self.registry.outcomes.get(self.HERE, "luanti", port)[1:]
+        return self.registry.outcome(self.HERE, "luanti", port)[1:]
 
     def test_the_captured_exchange(self):
         """Whole and in pieces."""
@@ -8506,7 +8506,7 @@ class LuantiOnTheWire(unittest.TestCase):
                          ("A real one", "v7", "127.0.0.1"))
         game.send_signal(signal.SIGINT)
         listed(server, 0)
-        note = server.registry.outcomes.get("127.0.0.1", "luanti", entry["port"])
+        note = server.registry.outcome("127.0.0.1", "luanti", entry["port"])
         self.assertEqual(note.outcome, "stopped")
         game = start_game()
         listed(server, 1)
@@ -8565,7 +8565,7 @@ class DdnetTest(WebCase):
         return [entry["addresses"] for entry in self.entries(now)]
 
     def outcome(self, source=HERE, port=8399):
-        return self.registry.outcomes.get(source, "ddnet", port)[1:]
+        return self.registry.outcome(source, "ddnet", port)[1:]
 
     def tick(self, now):
         self.registry.expire(now)
