@@ -2121,7 +2121,8 @@ class Server:
 
     room         the id of the room (section 7) that knows its protocol; "" for the other games,
                  which announce themselves by POST /announce
-    source       the address that its packets come from; behind a router it differs from `address`
+    source, source_port     the address and UDP port that its packets come from; behind a router
+                 they differ from `address` and `port`. The port is 0 if it is not known
     first_seen, last_seen   seconds of the monotonic clock
     lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
                  decide when it leaves
@@ -2147,14 +2148,14 @@ class Server:
     __slots__ = (
         "game", "address", "port", "room", "name", "mode", "map", "version", "players",
         "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
-        "pinned", "responding", "ping_ms", "details", "private", "source", "first_seen",
-        "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints", "master",
-        "found_at")
+        "pinned", "responding", "ping_ms", "details", "private", "source", "source_port",
+        "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints",
+        "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, room="",
-                 description="", playing=None, responding=True, ping_ms=None, details=NO_DETAILS,
-                 private=NO_DETAILS, found_at=""):
+                 source_port=0, description="", playing=None, responding=True, ping_ms=None,
+                 details=NO_DETAILS, private=NO_DETAILS, found_at=""):
         """Describe a server that has just been heard from. `now` becomes first_seen and last_seen.
         The class lists the other parameters, which are attributes of the same names; those without
         a parameter get the values that a new server has."""
@@ -2163,6 +2164,7 @@ class Server:
         self.port = port
         self.room = room
         self.source = source
+        self.source_port = source_port
         self.first_seen = self.last_seen = now
         self.lifetime = lifetime
         self.name = name
@@ -2478,11 +2480,16 @@ class Registry:
             self.altered.add(server.key)
         self.changes.append((event, server))
 
-    def add_fingerprint(self, server, fingerprint):
-        """Add the fingerprint of packets that tell nothing new about the server.
+    def set_fingerprint(self, server, fingerprint):
+        """Set the one fingerprint of those packets that tell nothing new about the server.
 
         For datagrams it is hash((data, peer)). Among a million servers, two fingerprints are the
         same once in 40 million cases."""
+        self.forget_fingerprints_of(server)
+        self.add_fingerprint(server, fingerprint)
+
+    def add_fingerprint(self, server, fingerprint):
+        """Add the fingerprint of further packets that tell nothing new about the server."""
         server.fingerprints += (fingerprint,)
         self.by_fingerprint[fingerprint] = server
 
@@ -4708,7 +4715,8 @@ class PolledGame(Game):
         `name` is None if it has not announced one; `target` is None if it is no target yet."""
         address = self.rules.listed_address(source)
         server = target and self.listed_server(target)
-        if server is not None and not server.master:
+        is_own = server is not None and not server.master and not server.found_at
+        if is_own:
             self.registry.check_rules(source, address, port, name)
         else:
             is_named = target is not None and target.why == NAMED
@@ -4960,7 +4968,7 @@ ICEBALL_BUILD_BITS = 1023
 # The limit of BADV and BADF replies to one source: (a second, in one burst). A server sends a burst
 # of five announcements every 40 s, so each of them can be answered
 ICEBALL_REJECTIONS = 1 / 8, 5
-# So many senders of servers that have left are kept, before the table is made anew
+# So many senders that are none any more are kept, before the table is made anew
 ICEBALL_SENDERS_LEFT = 1000
 # The pause after each announcement of a burst. In the document a burst has five announcements, 1 s
 # apart, and a burst begins every 40 s
@@ -5067,7 +5075,7 @@ class Iceball(Game, UdpProtocol):
         super().__init__(master)
         self.cookie = Cookie(os.urandom(16))
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
-        # The servers by the address and UDP port that they send from, also some that have left
+        # The servers by the address and UDP port that they sent from; see is_sender()
         self.senders = {}
         self.prove_at = -math.inf       # when all servers have to prove their addresses again
         self.draft = IceballDraft(self)
@@ -5088,10 +5096,8 @@ class Iceball(Game, UdpProtocol):
             # Without its fingerprint, a server's next announcement is answered with a cookie
             self.registry.forget_fingerprints(self.game)
         if len(self.senders) > 2 * len(self.registry.games[self.game]) + ICEBALL_SENDERS_LEFT:
-            # Of each listed server the latest sender stays
-            latest = {server: sender for sender, server in self.senders.items()}
-            self.senders = {sender: server for server, sender in latest.items()
-                            if self.registry.has(server)}
+            self.senders = {sender: server for sender, server in self.senders.items()
+                            if self.is_sender(sender, server)}
         self.draft.tick(now)
         return []
 
@@ -5184,7 +5190,7 @@ class Iceball(Game, UdpProtocol):
         server may not be listed."""
         if data == ICEBALL_SAME_RETURNED:
             return b""                      # the repeated announcement has refreshed the server
-        source, _ = peer
+        source, source_port = peer
         returned = data[len(ICEBALL_HANDSHAKE):]
         mac, trimmed = returned[:COOKIE_MAC_BYTES], returned[COOKIE_MAC_BYTES:]
         if not self.cookie.is_valid(mac, self.proven_message(source, trimmed), now):
@@ -5201,10 +5207,15 @@ class Iceball(Game, UdpProtocol):
             "version": iceball_version_text(announced.version),
             "players": announced.players,
             "max_players": announced.max_players,
+            "source_port": source_port,
         }, now, self.timeout)
         self.senders[peer] = server
-        self.registry.add_fingerprint(server, hash((packet, peer)))
+        self.registry.set_fingerprint(server, hash((packet, peer)))
         return b""
+
+    def is_sender(self, peer, server):
+        """Does this server, which may have left, still announce itself from there?"""
+        return self.registry.has(server) and (server.source, server.source_port) == peer
 
     def check_sender(self, peer, port):
         """Raise Refused if the sender of a handshake already announces another game port.
@@ -5215,7 +5226,7 @@ class Iceball(Game, UdpProtocol):
         list_own() refuses with a reason that helps the operator more."""
         server = self.senders.get(peer)
         source, _ = peer
-        if server is None or port in (server.port, 0) or not self.registry.has(server):
+        if server is None or port in (server.port, 0) or not self.is_sender(peer, server):
             return
         if self.rules.exempts(source):
             return
@@ -5375,7 +5386,7 @@ class IceballDraft:
         name, value = read_draft_field(data)
         server = self.list_session(session, peer, {name: value} if name else {}, now)
         if kind == DRAFT_STILL_HERE:
-            self.iceball.registry.add_fingerprint(server, hash((data, peer)))
+            self.iceball.registry.set_fingerprint(server, hash((data, peer)))
         if not name:
             return b""
         # The answer repeats the packet with the value that is now stored, which may be shorter
@@ -5429,8 +5440,10 @@ class IceballDraft:
         server = self.iceball.list_own(
             source, session.port, {"verified": "handshake", **fields}, now, self.iceball.timeout,
             session.claimed_address)
-        self.requests.pop(peer)
-        self.sessions[peer] = session._replace(server=server)
+        if session.server is None:
+            self.requests.pop(peer)
+            self.sessions[peer] = session._replace(server=server)
+            self.iceball.registry.forget_fingerprints_of(server)    # they have the former id
         return server
 
 
@@ -5493,7 +5506,7 @@ skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 HYPERBOL_XML_SILENT_SERVER = '<server ip="%(address)s" port="%(port)s" responding="0"/>\n'
 
 
-class Hyperbol(TcpProtocol, PolledGame):
+class Hyperbol(PolledGame, TcpProtocol):
     """Serves Hyperbol's list by TCP and queries its game servers by UDP.
 
     Document: "The master Server Protocol".
@@ -5537,17 +5550,23 @@ class Hyperbol(TcpProtocol, PolledGame):
     def tick(self, now):
         """Give each listed server its flavor if the ini has changed, or the address of a host."""
         queries = super().tick(now)
-        flavors = self.named_endpoints()
+        flavors = {}
+        for (address, port), flavor in self.named_endpoints().items():
+            flavors[self.rules.listed_address(address), port] = flavor
         if flavors != self.flavors:
             self.flavors = flavors
             for server in self.registry.servers(self.game):
                 if not server.master:       # else the other master sets it
-                    flavor = self.flavor(server.source, server.port)
-                    self.registry.update(server, {"private": flavor})
+                    self.registry.update(server, self.flavored(server.address, server.port))
         return queries
 
-    def flavor(self, address, port):
-        return {"flavor": self.flavors.get((address, port), HYPERBOL_UNOFFICIAL)}
+    def flavored(self, address, port):
+        """Return the attributes of Server that the ini decides for this listed endpoint."""
+        return {"private": {"flavor": self.flavors.get((address, port), HYPERBOL_UNOFFICIAL)}}
+
+    def list_polled(self, target, fields, now):
+        address = self.rules.listed_address(target.address)
+        return super().list_polled(target, {**fields, **self.flavored(address, target.port)}, now)
 
     # Its game servers
 
@@ -5571,7 +5590,6 @@ class Hyperbol(TcpProtocol, PolledGame):
                 "factions": "IMF %d, Syndicate %d, Republic %d" % (
                     answer.imf, answer.syndicate, answer.republic),
             },
-            "private": self.flavor(target.address, target.port),
         }
 
     def answer(self, server, data):
