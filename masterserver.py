@@ -2765,30 +2765,22 @@ class RenderedList:
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
 # servers from the registry to the file and back. Database knows only sqlite3 and the name of its
 # file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
-# the disk thread calls it, except at the start and at the end of the program. A damaged file is
-# renamed and a new one begun. Any other trouble, such as a full disk or a lock, is raised as
-# sqlite3.Error, and the next call opens the file again.
+# the disk thread calls it, except at the start and at the end of the program. Trouble, such as a
+# full disk, a lock, or damage, is raised as sqlite3.Error, and the next call opens the file again.
+# It renames a damaged file first, and begins a new one.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
 # A month and a year of the greatest length, so that every month and year fits
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# A stored sample is one number for a minute, and two for longer steps: mean and peak. A number has
-# 16 bits, little-endian. 0 means that the server was away, n + 1 means n players
-PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
-
-
-class Sample(NamedTuple):
-    """The players of a server or a game in one step of time."""
-
-    mean: int
-    peak: int
-
 
 class BlockForm(NamedTuple):
-    """How samples of one length are stored. A block, which is one row of the table, holds all
-    samples of `covers` seconds.
+    """How player counts of one resolution are stored. A block, which is one row of the table, holds
+    all samples of `covers` seconds.
+
+    A sample is one number for a minute, and two for longer steps: mean and peak. A number has 16
+    bits, little-endian. 0 means that the server was away, n + 1 means n players.
 
     A block has 120, 384 or 672 bytes. If it were longer than 1,002 bytes, a WITHOUT ROWID table
     would move its end to a page of its own, and most of that page would be empty. That is why a
@@ -2798,27 +2790,12 @@ class BlockForm(NamedTuple):
     step: int                           # seconds of one sample
     covers: int                         # seconds of a block
     kept: int                           # seconds for which a block is kept after its end
-    sample: struct.Struct               # PLAYERS or MEAN_AND_PEAK
+    sample_size: int                    # the numbers of one sample
+    numbers: struct.Struct              # those of a block
 
     def block_start(self, sample_time):
         """Return the start time of the block that holds the sample of this time."""
         return sample_time // self.covers * self.covers
-
-    def block_starts(self, times):
-        """Return the start times of the blocks that hold the samples of a range of times."""
-        first_start = self.block_start(times.start)
-        return range(first_start, times.stop, self.covers)
-
-    def offset(self, sample_time):
-        """Return the offset in bytes at which a block holds the sample of this time."""
-        seconds = sample_time % self.covers
-        index = seconds // self.step
-        return index * self.sample.size
-
-    def empty_block(self):
-        """Return a block without samples: all its numbers are 0."""
-        samples = self.covers // self.step
-        return bytes(samples * self.sample.size)
 
     def oldest_kept(self, wall):
         """Return the start time of the oldest block that must be kept.
@@ -2827,29 +2804,24 @@ class BlockForm(NamedTuple):
         to 16 minutes ago."""
         return self.block_start(int(wall) - self.kept - HOUR)
 
-    def read_samples(self, block_start, block, times):
-        """Return a dict of the block's Samples whose times are in the range `times`, by time.
+    def counts(self, blocks, times):
+        """Return the Counts at a range of times, means and peaks, from blocks by their start times.
 
-        A sample that was never stored, or was stored while the server was away, is left out."""
-        first_time = max(block_start, times.start)
-        samples = {}
-        stored_samples = self.sample.iter_unpack(block[self.offset(first_time):])
-        sample_times = range(first_time, times.stop, self.step)
-        for sample_time, numbers in zip(sample_times, stored_samples):
-            if self.sample is PLAYERS:
-                mean, = numbers
-                peak = mean
-            else:
-                mean, peak = numbers
-            if mean:
-                samples[sample_time] = Sample(mean - 1, peak - 1)
-        return samples
+        A block that is missing has no samples."""
+        first_start = self.block_start(times.start)
+        numbers: List[int] = []
+        for start in range(first_start, times.stop, self.covers):
+            numbers += self.numbers.unpack(blocks.get(start, bytes(self.numbers.size)))
+        first = (times.start - first_start) // self.step * self.sample_size
+        last = first + len(times) * self.sample_size
+        counts = [number - 1 if number else None for number in numbers[first:last]]
+        return counts[::self.sample_size], counts[self.sample_size - 1::self.sample_size]
 
 
 BLOCK_FORMS = {
-    MINUTE: BlockForm(MINUTE, HOUR, DAY, PLAYERS),
-    QUARTER: BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
-    HOUR: BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK),
+    MINUTE: BlockForm(MINUTE, HOUR, DAY, 1, struct.Struct("<60H")),
+    QUARTER: BlockForm(QUARTER, DAY, MONTH, 2, struct.Struct("<192H")),
+    HOUR: BlockForm(HOUR, WEEK, YEAR, 2, struct.Struct("<336H")),
 }
 # The series that pages show: the seconds from sample to sample, and the seconds of the whole series
 SPANS = {
@@ -2858,28 +2830,12 @@ SPANS = {
     "month": (QUARTER, MONTH),
     "year": (HOUR, YEAR),
 }
-SAMPLE_MAX = 65534                      # players: n + 1 must fit into 16 bits
-MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
-HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 
-# Old samples are deleted only if new ones have come for this long without a jump of the clock. For
-# a clock that runs two years ahead until NTP sets it, all stored samples would be too old
-STEADY_S = DAY
-# The clock has jumped if a sample is older than the last one, or newer by more than this. Samples
-# come every minute, and a restart of the machine takes some minutes
-JUMP_S = HOUR
-# Samples whose times lie in the future are deleted only if the clock has not jumped for this long.
-# It is more than STEADY_S, because the clock of a machine without network may stand at 1970 for
-# days, and then all samples seem to lie in the future
-AHEAD_S = MONTH
-
 # The table `server` holds every server that was seen in the last year. A row with address '' and
-# port 0 stands for all servers of a game together. Two rows with game '' are about the file itself.
-# The port of the first is a number that identifies this installation. The second, with port -1,
-# describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
-# time of the last sample.
+# port 0 stands for all servers of a game together. In a row with game '', the port is a number that
+# identifies this installation; one with port -1 is of an earlier version, and is not used any more.
 #
 # The table `listed` holds the servers of the list. Its columns change every minute, and are kept
 # apart from the long texts in `server`, so that 150 rows share a page and few pages are rewritten.
@@ -2897,6 +2853,12 @@ SCHEMA = (
     " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
 )
 
+# The attributes of Server in a row of the first version, which stored them as a JSON list
+FIRST_FIELDS = (
+    "name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor",
+    "verified", "responding", "details", "source", "pinned", "luanti_announcement", "zone_owner",
+    "found_at", "ddnet_registration")
+
 
 class ListedRow(NamedTuple):
     """A listed server as it is stored, and as masters send it to each other.
@@ -2909,24 +2871,49 @@ class ListedRow(NamedTuple):
     expires: float
     first_seen: float
     last_seen: float
-    fields: str                         # a JSON list, in the order of STORED_FIELDS
+    fields: Dict[str, Any]              # values for JSON, by the names of attributes of Server
 
     @property
     def key(self) -> Key:
         """The key of the server in the registry."""
         return self.game, self.address, self.port
 
-    def has_types(self) -> bool:
-        """Does every value have the type that the class declares?
 
-        SQLite itself stores values of any type in any column."""
-        return tuple(map(type, self)) == (str, str, int, float, float, float, str)
+def read_row(columns: Iterable[Any]) -> ListedRow:
+    """Return the ListedRow in these columns, which come from the file or from another master.
+
+    `fields` may be JSON. Raise TypeError or ValueError if a value is not what it has to be; SQLite
+    itself stores values of any type in any column."""
+    row = ListedRow(*columns)
+    if isinstance(row.fields, str):
+        row = row._replace(fields=read_fields(row.fields))
+    if tuple(map(type, row)) != (str, str, int, float, float, float, dict):
+        raise TypeError("values of another type")
+    return row
+
+
+def read_fields(text: str) -> Dict[str, Any]:
+    """Return the attributes of Server in the column `fields`. Raise TypeError or ValueError."""
+    fields = json.loads(text)
+    if isinstance(fields, list):
+        fields = dict(zip(FIRST_FIELDS, fields))
+    if not isinstance(fields, dict):
+        raise TypeError("fields without names")
+    return fields
 
 
 # Player counts. A count is None if the server or this master was away
 Counts = List[Optional[int]]
 # The exceptions that every method of Database may raise
 DISK_ERRORS = sqlite3.Error, OSError
+# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's;
+# their subclasses mean other trouble: a lock or a full disk is an OperationalError. The others come
+# from values that this program cannot have written. https://www.sqlite.org/rescode.html
+DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
+                 json.JSONDecodeError, struct.error, TypeError)
+# Two kinds of damage that SQLite reports as OperationalErrors: text that is not UTF-8, and noise in
+# the head of the file
+DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 class Series(NamedTuple):
@@ -2949,81 +2936,43 @@ class Remembered(NamedTuple):
     name: str
 
 
-def stored_values(fields: str) -> List[Any]:
-    """Return the values in the column `fields` of a row, which is a JSON list.
-
-    Raise JSONDecodeError if it is not JSON."""
-    return json.loads(fields)
-
-
 def mean_and_peak(numbers):
-    """Return the stored form, 4 bytes, of the mean and the peak of some stored numbers.
+    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0.
 
-    A number of 0 means that the server was away, and does not count. If all numbers are 0, the mean
-    and the peak are 0 too."""
+    A number of 0 means that the server was away, and does not count."""
     present = [number for number in numbers if number != 0]
     if not present:
-        return MEAN_AND_PEAK.pack(0, 0)
+        return 0, 0
     half = len(present) // 2            # added so that the division rounds to the nearest number
-    rounded_mean = (sum(present) + half) // len(present)
-    return MEAN_AND_PEAK.pack(rounded_mean, max(present))
+    return (sum(present) + half) // len(present), max(present)
 
 
-def series_end(step, wall):
-    """Return the time at which a series with this step ends, in seconds since 1970.
+def series_times(step, length, wall):
+    """Return the times of a series that lasts `length` seconds, a range.
 
-    It ends after the last step whose sample is certainly stored, so that it never ends with a gap
+    It ends with the last step whose sample is certainly stored, so that it never ends with a gap
     that is filled later. The sample of the present minute may not have come yet. Samples of longer
     steps are computed with the first sample of each quarter of an hour, which may be a minute
     late."""
     latest_delay_s = MINUTE
     if step > MINUTE:
         latest_delay_s += QUARTER
-    last_complete_time = int(wall) - latest_delay_s
-    return last_complete_time // step * step + step
-
-
-def means(samples, times):
-    """Return the means at these times, None where there is no Sample. `samples` is by time."""
-    return [samples[moment].mean if moment in samples else None for moment in times]
-
-
-def peaks(samples, times):
-    """Return the peaks at these times, None where there is no Sample. `samples` is by time."""
-    return [samples[moment].peak if moment in samples else None for moment in times]
-
-
-# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's.
-# The others come from values that this program cannot have written. A lock or a full disk is no
-# damage; it raises an OperationalError, a subclass of DatabaseError.
-# https://www.sqlite.org/rescode.html
-DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
-                 json.JSONDecodeError, struct.error, TypeError)
-# Two kinds of damage that SQLite reports as OperationalErrors: text that is not UTF-8, and noise in
-# the head of the file
-DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
-
-
-def is_damage(error):
-    """Does this exception mean that the database file is damaged?
-
-    The type is compared exactly, because subclasses of DatabaseError mean other trouble."""
-    return type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS)
+    end = (int(wall) - latest_delay_s) // step * step + step
+    return range(end - length, end, step)
 
 
 class Database:
     """One SQLite file with the list and the history.
 
     Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. `set_aside` is the new name of the last damaged file, or ""."""
+    called again after that. The first call of a method opens the file."""
 
     def __init__(self, path):
-        """Take the path of the SQLite file. The first call of a method opens the file."""
         # The real path is needed because SQLite's log files stand beside the file to which a link
         # leads. It is read now because a program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
-        self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
+        self._is_damaged = False
         self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the number of the quarter of an hour of the last sample
 
@@ -3033,362 +2982,28 @@ class Database:
             self._db.close()
             self._db = None
 
-    # The list
-
-    def load(self, wall):
-        """Return a list with the ListedRow of each listed server, as it was passed to save().
-
-        Only first_seen may differ from that row: it is the time at which the server was first seen
-        at all."""
-        self._wall = wall
-        return self._run(self._load)
-
-    def _load(self, db):
-        """Return the result of load().
-
-        Raise TypeError or JSONDecodeError if a row is not as save() writes it: the file is
-        damaged."""
-        rows = []
-        for columns in db.execute(
-                "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
-                " FROM listed JOIN server ON id = server ORDER BY server"):
-            row = ListedRow(*columns)
-            if not row.has_types():
-                raise TypeError("a row has values of another type")
-            stored_values(row.fields)               # for its JSONDecodeError
-            rows.append(row)
-        return rows
-
-    def save(self, rows, departed):
-        """Store changes of the list in one transaction.
-
-        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list."""
-        def work(db):
-            self._remove_listed(db, departed)
-            self._insert_listed(db, rows)
-
-        self._run(work)
-
-    def _remove_listed(self, db, departed):
-        """Remove the servers with these keys from the list. Remember when they were last seen."""
-        self._keep_names(db, departed)
-        keys = [{"game": game, "address": address, "port": port}
-                for game, address, port in departed]
-        # last_seen never moves back: after a power cut the clock may stand at 1970
-        db.executemany(
-            "UPDATE server SET last_seen = max(last_seen, coalesce("
-            "(SELECT last_seen FROM listed WHERE server = id), 0))"
-            " WHERE game = :game AND address = :address AND port = :port", keys)
-        db.executemany(
-            "DELETE FROM listed WHERE server = (SELECT id FROM server"
-            " WHERE game = :game AND address = :address AND port = :port)", keys)
-
-    def _insert_listed(self, db, rows):
-        """Insert ListedRows into the list, or replace them if their servers are listed already."""
-        names = ListedRow._fields
-        values = [dict(zip(names, row)) for row in rows]
-        db.executemany(
-            "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
-            " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
-            " ON CONFLICT (game, address, port)"
-            " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
-            values)
-        db.executemany(
-            "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
-            " WHERE game = :game AND address = :address AND port = :port", values)
-
-    def _keep_names(self, db, departed):
-        """Drop all fields but the first, the name, of the servers with these keys.
-
-        Otherwise a stranger could fill the disk: he could have thousands of servers listed, one
-        after the other, each with long texts."""
-        for game, address, port in departed:
-            server_id = self._server_id(db, game, address, port)
-            row = db.execute("SELECT fields FROM server WHERE id = :id AND fields NOTNULL",
-                             {"id": server_id}).fetchone()
-            if row is not None:
-                fields, = row
-                name_alone = json.dumps(stored_values(fields)[:1])
-                db.execute("UPDATE server SET fields = :fields WHERE id = :id",
-                           {"fields": name_alone, "id": server_id})
-
-    def known(self, game, address, port):
-        """Return the Remembered of a server that is listed or left within the last year.
-
-        Return None if the database does not know the server."""
-        def work(db):
-            row = db.execute(
-                "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
-                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL"
-                " AND game = :game AND address = :address AND port = :port",
-                {"game": game, "address": address, "port": port}).fetchone()
-            if row is None:
-                return None
-            first_seen, last_seen, fields = row
-            name, *_ = stored_values(fields)
-            return Remembered(first_seen, last_seen, name)
-
-        return self._run(work)
-
-    def installation_id(self, proposed):
-        """Return the number that identifies this installation. It is stored in the file.
-
-        If the file has none yet, the proposed number is stored and returned."""
-        def work(db):
-            db.execute("INSERT INTO server (game, address, port) SELECT '', '', :proposed WHERE NOT"
-                       " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
-                       {"proposed": proposed})
-            number, = db.execute(
-                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
-            return number
-
-        return self._run(work)
-
-    # The history
-
-    def add_samples(self, wall, samples):
-        """Store the player counts of one minute. A second call in the same minute replaces them.
-
-        `samples` has a tuple (game, address, port, players) for each server that responds, and one
-        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
-        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
-        None."""
-        self._wall = wall
-        minute = int(wall) // MINUTE * MINUTE
-        # The comparison with != also notices a quarter that the clock has gone back to
-        quarter_ended = minute // QUARTER != self._quarter
-
-        def work(db):
-            steady_s = self._note_clock(db, wall)
-            if quarter_ended:
-                self._roll_up(db, minute)
-                self._drop_old(db, minute, steady_s)
-                self._drop_excess(db)
-            for game, address, port, players in samples:
-                server_id = self._note_seen(db, game, address, port, wall)
-                stored = PLAYERS.pack(clamp(players, SAMPLE_MAX) + 1)
-                self._write_samples(db, BLOCK_FORMS[MINUTE], minute, server_id, stored)
-
-        self._run(work)
-        self._quarter = minute // QUARTER
-        return self.hourly_players(wall) if quarter_ended else None
-
-    def history(self, game, address, port, span, wall):
-        """Return the player counts of a server for one of the SPANS, as a Series.
-
-        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
-        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
-        the same."""
-        step, length = SPANS[span]
-        form = BLOCK_FORMS[step]
-        end = series_end(step, wall)
-        times = range(end - length, end, step)
-
-        def work(db):
-            samples = {}
-            server_id = self._server_id(db, game, address, port)
-            for start in form.block_starts(times):
-                block = self._block(db, form, start, server_id)
-                samples.update(form.read_samples(start, block, times))
-            return samples
-
-        samples = self._run(work)
-        return Series(times.start, step, means(samples, times), peaks(samples, times))
-
-    def hourly_players(self, wall):
-        """Return the mean player counts of the last 24 hours, a list of 24 by key.
-
-        The keys are those of all servers that were there, and (game, "", 0) for each game."""
-        form = BLOCK_FORMS[HOUR]
-        end = series_end(HOUR, wall)
-        times = range(end - DAY, end, HOUR)
-        blocks = {"step": HOUR, "first": form.block_start(times.start), "end": times.stop}
-
-        def work(db):
-            samples_by_key = collections.defaultdict(dict)
-            for game, address, port, start, block in db.execute(
-                    "SELECT game, address, port, start, samples FROM block"
-                    " JOIN server ON id = server"
-                    " WHERE step = :step AND start >= :first AND start < :end", blocks):
-                samples = form.read_samples(start, block, times)
-                if samples:
-                    samples_by_key[game, address, port].update(samples)
-            return samples_by_key
-
-        return {key: means(samples, times) for key, samples in self._run(work).items()}
-
-    def _server_id(self, db, game, address, port):
-        """Return the id of a server in the table `server`, or None if it has no row there."""
-        row = db.execute("SELECT id FROM server"
-                         " WHERE game = :game AND address = :address AND port = :port",
-                         {"game": game, "address": address, "port": port}).fetchone()
-        if row is None:
-            return None
-        server_id, = row
-        return server_id
-
-    def _note_seen(self, db, game, address, port, wall):
-        """Return the id of a server or of a whole game, which is inserted if it is new.
-
-        For a whole game, also note that it was seen now. For a server, the table `listed` has that
-        time."""
-        db.execute(
-            "INSERT INTO server (game, address, port, first_seen, last_seen)"
-            " VALUES (:game, :address, :port, :wall, :wall)"
-            " ON CONFLICT (game, address, port)"
-            " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
-            {"game": game, "address": address, "port": port, "wall": wall})
-        return self._server_id(db, game, address, port)
-
-    def _block(self, db, form, start, server_id):
-        """Return the bytes of a server's block that begins at `start`.
-
-        If it is not stored, return an empty block."""
-        row = db.execute(
-            "SELECT samples FROM block WHERE step = :step AND start = :start AND server = :server",
-            {"step": form.step, "start": start, "server": server_id}).fetchone()
-        if row is None:
-            return form.empty_block()
-        block, = row
-        return block
-
-    def _write_samples(self, db, form, first_time, server_id, samples):
-        """Write a server's samples into a block of this BlockForm.
-
-        `samples` are the packed samples of consecutive steps, the first of them at `first_time`.
-        All must belong to the same block."""
-        start = form.block_start(first_time)
-        offset = form.offset(first_time)
-        end = offset + len(samples)
-        block = bytearray(self._block(db, form, start, server_id))
-        block[offset:end] = samples
-        row = {"step": form.step, "start": start, "server": server_id, "block": block}
-        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
-
-    def _roll_up(self, db, minute):
-        """Compute the samples of quarters and hours from the latest blocks of minutes.
-
-        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        Computing the same samples again does no harm."""
-        hour, = db.execute(
-            "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
-            {"step": MINUTE, "minute": minute}).fetchone()
-        for server_id, block in db.execute(
-                "SELECT server, samples FROM block WHERE step = :step AND start = :hour",
-                {"step": MINUTE, "hour": hour}).fetchall():
-            minutes = HOUR_OF_MINUTES.unpack(block)
-            quarters = []
-            for first in range(0, MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER):
-                quarters.append(mean_and_peak(minutes[first:first + MINUTES_EACH_QUARTER]))
-            self._write_samples(db, BLOCK_FORMS[QUARTER], hour, server_id, b"".join(quarters))
-            self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
-
-    def _note_clock(self, db, wall):
-        """Store the time of the present sample.
-
-        Return the number of seconds for which samples have come without a jump of the clock."""
-        row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
-                         ).fetchone()
-        if row is None:
-            # The file is new, or an older version wrote it, which did not keep the times of games
-            db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
-                       {"wall": wall})
-            row = wall, wall
-        steady_since, last_sample = row
-        has_jumped = not last_sample <= wall <= last_sample + JUMP_S
-        if has_jumped:
-            steady_since = wall
-        db.execute(
-            "INSERT INTO server (game, address, port, first_seen, last_seen)"
-            " VALUES ('', '', -1, :since, :wall) ON CONFLICT (game, address, port)"
-            " DO UPDATE SET first_seen = excluded.first_seen, last_seen = excluded.last_seen",
-            {"since": steady_since, "wall": wall})
-        return wall - steady_since
-
-    def _drop_old(self, db, minute, steady_s):
-        """Delete samples that are too old or lie in the future, and servers not seen for a year.
-
-        `steady_s` is the number of seconds for which the clock has not jumped. If it is too short,
-        the clock may be wrong, and nothing is deleted."""
-        if steady_s >= STEADY_S:
-            for form in BLOCK_FORMS.values():
-                db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
-                           {"step": form.step, "oldest": form.oldest_kept(minute)})
-            # The rows of servers and games are kept as long as their last hourly samples
-            db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
-                       " AND id NOT IN (SELECT server FROM listed)",
-                       {"oldest": BLOCK_FORMS[HOUR].oldest_kept(minute)})
-        if steady_s >= AHEAD_S:
-            for form in BLOCK_FORMS.values():
-                db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
-                           {"step": form.step, "minute": minute})
-            # Servers that were seen in the future now count as seen at present, because they would
-            # be kept for longer than a year otherwise
-            db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
-                       " last_seen = :minute WHERE game != '' AND last_seen > :minute",
-                       {"minute": float(minute)})
-
-    def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them.
-
-        Those that were here for the shortest time go first. So a stranger who lists one server
-        after another, or renames one again and again, neither drives out old servers nor fills the
-        disk."""
-        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
-        excess_servers = db.execute(
-            "SELECT id, first_seen FROM server"
-            " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
-            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
-            {"kept": KNOWN_SERVERS}).fetchall()
-        excess_games = db.execute(
-            "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
-            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
-            {"kept": KNOWN_GAMES}).fetchall()
-        excess = excess_servers + excess_games
-        if not excess:
-            return
-        ids = [{"id": server_id} for server_id, _ in excess]
-        db.executemany("DELETE FROM server WHERE id = :id", ids)
-        # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
-        # are recent
-        first_seen = min(first_seen for _, first_seen in excess)
-        for form in BLOCK_FORMS.values():
-            db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
-                       " AND server NOT IN (SELECT id FROM server)",
-                       {"step": form.step, "start": form.block_start(first_seen)})
-
-    # The file
-
-    def _run(self, work):
-        """Call `work(db)` in a transaction and return its result.
-
-        If the file turns out to be damaged, rename it and call `work` once more, with a new
-        file."""
-        try:
-            return self._transact(work)
-        except Exception as error:
-            if not is_damage(error):
-                raise
-        # This stands after the `except` block, because the exception keeps the file open, and
-        # Windows does not rename open files
-        self._rename_damaged()
-        return self._transact(work)
-
-    def _transact(self, work):
-        """Call `work(db)` in a transaction and return its result.
+    @contextlib.contextmanager
+    def _transaction(self):
+        """Open the file, unless it is open, and yield the connection for one transaction.
 
         An exception rolls the transaction back and closes the file. The next call opens it again,
         and so finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
-                return work(db)
-        except Exception:
+                yield db
+        except Exception as error:
             self.close()
+            if type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS):
+                self._is_damaged = True
+                raise sqlite3.DatabaseError("the file is damaged: " + error_text(error)) from None
             raise
 
     def _open(self):
-        """Open the file, create its tables if it is new, and return the connection."""
+        # The damaged file is renamed here, and not at once, because the exception keeps the file
+        # open, and Windows does not rename open files
+        if self._is_damaged:
+            self._rename_damaged()
+            self._is_damaged = False
         # With this isolation level a transaction begins with the first statement that writes
         db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
@@ -3411,7 +3026,6 @@ class Database:
         return db
 
     def _rename_damaged(self):
-        """Append the time of the last call to the names of the damaged file and its log files."""
         called_at = datetime.fromtimestamp(self._wall, timezone.utc)
         new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
         # The file itself comes last. If the program dies before that, the next start finds the
@@ -3419,26 +3033,252 @@ class Database:
         for suffix in ("-wal", "-shm", "-journal", ""):
             if os.path.lexists(self.path + suffix):
                 os.replace(self.path + suffix, new_path + suffix)
-        self.set_aside = new_path
         log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
                     new_path)
+
+    # The list
+
+    def load(self, wall):
+        """Return a list with the ListedRow of each listed server, as it was passed to save().
+
+        Only first_seen may differ from that row: it is the time at which the server was first seen
+        at all."""
+        self._wall = wall
+        with self._transaction() as db:
+            return [read_row(columns) for columns in db.execute(
+                "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
+                " FROM listed JOIN server ON id = server ORDER BY server")]
+
+    def save(self, rows, departed):
+        """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
+
+        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
+        have left the list."""
+        values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
+        with self._transaction() as db:
+            for key in departed:
+                self._remove_listed(db, key)
+            db.executemany(
+                "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
+                " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
+                " ON CONFLICT (game, address, port)"
+                " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
+                values)
+            db.executemany(
+                "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
+                " WHERE game = :game AND address = :address AND port = :port", values)
+
+    def _remove_listed(self, db, key):
+        """Remove a server from the list. Remember its name, and when it was last seen.
+
+        Nothing else is kept. Otherwise a stranger could fill the disk: he could have thousands of
+        servers listed, one after the other, each with long texts."""
+        row = db.execute(
+            "SELECT id, fields, listed.last_seen FROM server JOIN listed ON id = server"
+            " WHERE game = ? AND address = ? AND port = ?", key).fetchone()
+        if row is None:
+            return
+        server_id, fields, last_seen = row
+        name_alone = ENCODER.encode({"name": read_fields(fields).get("name", "")})
+        # last_seen never moves back: after a power cut the clock may stand at 1970
+        db.execute("UPDATE server SET fields = :fields, last_seen = max(last_seen, :last_seen)"
+                   " WHERE id = :id",
+                   {"fields": name_alone, "last_seen": last_seen, "id": server_id})
+        db.execute("DELETE FROM listed WHERE server = ?", (server_id,))
+
+    def known(self, game, address, port):
+        """Return the Remembered of a server that is listed or left within the last year.
+
+        Return None if the database does not know the server."""
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
+                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL"
+                " AND game = ? AND address = ? AND port = ?", (game, address, port)).fetchone()
+            if row is None:
+                return None
+            first_seen, last_seen, fields = row
+            return Remembered(first_seen, last_seen, read_fields(fields).get("name", ""))
+
+    def installation_id(self, proposed):
+        """Return the number that identifies this installation. It is stored in the file.
+
+        If the file has none yet, the proposed number is stored and returned."""
+        with self._transaction() as db:
+            db.execute("INSERT INTO server (game, address, port) SELECT '', '', ? WHERE NOT"
+                       " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)", (proposed,))
+            number, = db.execute(
+                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
+            return number
+
+    # The history
+
+    def add_samples(self, wall, samples):
+        """Store the player counts of one minute. A second call in the same minute replaces them.
+
+        `samples` has a tuple (game, address, port, players) for each server that responds, and one
+        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
+        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
+        None."""
+        self._wall = wall
+        minute = int(wall) // MINUTE * MINUTE
+        # The comparison with != also notices a quarter that the clock has gone back to
+        quarter_ended = minute // QUARTER != self._quarter
+        with self._transaction() as db:
+            if quarter_ended:
+                self._roll_up(db, minute)
+                self._drop_old(db, minute)
+                self._drop_excess(db)
+            for game, address, port, players in samples:
+                # The table `listed` has the time at which a server was last seen
+                db.execute(
+                    "INSERT INTO server (game, address, port, first_seen, last_seen)"
+                    " VALUES (:game, :address, :port, :wall, :wall)"
+                    " ON CONFLICT (game, address, port)"
+                    " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
+                    {"game": game, "address": address, "port": port, "wall": wall})
+                server_id = self._server_id(db, game, address, port)
+                number = clamp(players, 65534) + 1
+                self._write_samples(db, BLOCK_FORMS[MINUTE], minute, server_id, (number,))
+        self._quarter = minute // QUARTER
+        return self.hourly_players(wall) if quarter_ended else None
+
+    def history(self, game, address, port, span, wall):
+        """Return the player counts of a server for one of the SPANS, as a Series.
+
+        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
+        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
+        the same."""
+        step, length = SPANS[span]
+        form = BLOCK_FORMS[step]
+        times = series_times(step, length, wall)
+        with self._transaction() as db:
+            server_id = self._server_id(db, game, address, port)
+            blocks = {}
+            for start in range(form.block_start(times.start), times.stop, form.covers):
+                blocks[start] = self._block(db, form, start, server_id)
+            means, peaks = form.counts(blocks, times)
+        return Series(times.start, step, means, peaks)
+
+    def hourly_players(self, wall):
+        """Return the mean player counts of the last 24 hours, a list of 24 by key.
+
+        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        form = BLOCK_FORMS[HOUR]
+        times = series_times(HOUR, DAY, wall)
+        blocks = collections.defaultdict(dict)
+        means_by_key = {}
+        with self._transaction() as db:
+            for game, address, port, start, block in db.execute(
+                    "SELECT game, address, port, start, samples FROM block"
+                    " JOIN server ON id = server WHERE step = ? AND start >= ? AND start < ?",
+                    (HOUR, form.block_start(times.start), times.stop)):
+                blocks[game, address, port][start] = block
+            for key, blocks_of_key in blocks.items():
+                means, _ = form.counts(blocks_of_key, times)
+                if any(mean is not None for mean in means):
+                    means_by_key[key] = means
+        return means_by_key
+
+    def _server_id(self, db, game, address, port):
+        """Return the id of a server in the table `server`, or None if it has no row there."""
+        row = db.execute("SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
+                         (game, address, port)).fetchone()
+        if row is None:
+            return None
+        server_id, = row
+        return server_id
+
+    def _block(self, db, form, start, server_id):
+        """Return the bytes of a server's block that begins at `start`, all 0 if none is stored."""
+        row = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+                         (form.step, start, server_id)).fetchone()
+        if row is None:
+            return bytes(form.numbers.size)
+        block, = row
+        return block
+
+    def _write_samples(self, db, form, first_time, server_id, numbers):
+        """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
+        start = form.block_start(first_time)
+        block = bytearray(self._block(db, form, start, server_id))
+        offset = (first_time - start) // form.step * form.sample_size * 2
+        struct.pack_into("<%dH" % len(numbers), block, offset, *numbers)
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
+                   (form.step, start, server_id, block))
+
+    def _roll_up(self, db, minute):
+        """Compute the samples of quarters and hours from the latest blocks of minutes.
+
+        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
+        Computing the same samples again does no harm."""
+        hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
+                           (MINUTE, minute)).fetchone()
+        for server_id, block in db.execute(
+                "SELECT server, samples FROM block WHERE step = ? AND start = ?",
+                (MINUTE, hour)).fetchall():
+            minutes = BLOCK_FORMS[MINUTE].numbers.unpack(block)
+            quarters: List[int] = []
+            for first in range(0, 60, 15):
+                quarters += mean_and_peak(minutes[first:first + 15])
+            self._write_samples(db, BLOCK_FORMS[QUARTER], hour, server_id, quarters)
+            self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
+
+    def _drop_old(self, db, minute):
+        """Delete samples that are too old, and servers not seen for a year.
+
+        Nothing is deleted unless each of the last 24 hours has a sample. Otherwise a clock that
+        runs two years ahead, until NTP sets it, would make all stored samples too old."""
+        hour = BLOCK_FORMS[MINUTE].block_start(minute)
+        for start in range(hour - DAY, hour, HOUR):
+            sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
+                                (MINUTE, start)).fetchone()
+            if sample is None:
+                return
+        for form in BLOCK_FORMS.values():
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?",
+                       (form.step, form.oldest_kept(minute)))
+        # The rows of servers and games are kept as long as their last hourly samples
+        db.execute("DELETE FROM server WHERE game != '' AND last_seen < ?"
+                   " AND id NOT IN (SELECT server FROM listed)",
+                   (BLOCK_FORMS[HOUR].oldest_kept(minute),))
+
+    def _drop_excess(self, db):
+        """Forget servers that are not listed, and games, if there are too many of them.
+
+        Those that were here for the shortest time go first. So a stranger who lists one server
+        after another, or renames one again and again, neither drives out old servers nor fills the
+        disk."""
+        excess = []
+        for kind, kept in (("address != ''", KNOWN_SERVERS),
+                           ("address = '' AND game != ''", KNOWN_GAMES)):
+            # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+            excess += db.execute(
+                "SELECT id, first_seen FROM server"
+                " WHERE " + kind + " AND id NOT IN (SELECT server FROM listed)"
+                " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?", (kept,))
+        if not excess:
+            return
+        db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
+        # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
+        # are recent
+        first_seen = min(first_seen for _, first_seen in excess)
+        for form in BLOCK_FORMS.values():
+            db.execute("DELETE FROM block WHERE step = ? AND start >= ?"
+                       " AND server NOT IN (SELECT id FROM server)",
+                       (form.step, form.block_start(first_seen)))
 
 
 # --- The list on disk ----------------------------------------------------------------------------
 
-# A batch that takes longer is reported as trouble. Most take milliseconds. Some take seconds, if
-# the disk has to spin up
-SAVE_LATE_S = 10.0
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-# A server that was last seen longer ago is not restored, because it has probably gone
-RESTORE_WITHIN_S = HOUR
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored in the column `fields`, in this order, with their types.
-# New ones must be added at the end. An older version ignores values beyond its last one
+# The attributes of Server that are stored, with their types. What is stored under another name, by
+# a later version of this program, is left out when it is read
 STORED_FIELDS: Dict[str, type] = {
     "name": str,
     "mode": str,
@@ -3461,45 +3301,39 @@ STORED_FIELDS: Dict[str, type] = {
 }
 
 
-class ServerRecord(NamedTuple):
-    """A ListedRow whose fields are not encoded as JSON yet. Its times are in seconds since 1970.
-
-    The event loop makes it quickly; the disk thread encodes it."""
-
-    game: str
-    address: str
-    port: int
-    expires: float
-    first_seen: float
-    last_seen: float
-    values: List[Any]                   # the values of STORED_FIELDS, in their order
-
-
-def server_record(server, epoch):
-    """Return the ServerRecord of a server. `epoch` is the wall clock minus the monotonic clock."""
+def listed_row(server, epoch):
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock."""
     last_seen = server.last_seen + epoch
-    return ServerRecord(
+    return ListedRow(
         server.game, server.address, server.port,
         expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
-        values=[getattr(server, name) for name in STORED_FIELDS])
-
-
-def encoded_row(record):
-    """Return the ListedRow of a ServerRecord. To encode 10,000 of them takes 60 ms."""
-    return ListedRow(
-        record.game, record.address, record.port, record.expires, record.first_seen,
-        record.last_seen, fields=ENCODER.encode(record.values))
+        fields={name: getattr(server, name) for name in STORED_FIELDS})
 
 
 def restored_server(row, now, wall, readers):
     """Return the Server that a ListedRow describes, marked as unconfirmed.
 
     `now` and `wall` are the same moment by the monotonic and by the wall clock. `readers` has the
-    functions that check those attributes which belong to one protocol, by the attribute's name.
-    Return None if the row has impossible values, and raise Refused if such an attribute has."""
-    fields = restored_fields(row.fields, readers)
+    functions that check those attributes which belong to one protocol, by the attribute's name. The
+    other values are cleaned again, because another master may have written them; one of the wrong
+    type is left out. Return None if the row has impossible values, and raise Refused if an
+    attribute of a protocol has."""
+    fields = {}
+    for name, expected_type in STORED_FIELDS.items():
+        value = row.fields.get(name)
+        if type(value) is not expected_type:
+            continue
+        if name in readers:
+            value = readers[name](value) if value else {}
+        elif expected_type is str:
+            value = clean(value, TEXT_CHARACTERS)
+        elif expected_type is int:
+            value = clamp(value)
+        elif expected_type is dict:
+            value = {clean(key): clean(str(text)) for key, text in value.items()}
+        fields[name] = value
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
     if not is_unicast(row.address) or not is_unicast(source):
@@ -3516,35 +3350,6 @@ def restored_server(row, now, wall, readers):
     server.first_seen = min(now, row.first_seen + now - wall)
     server.last_seen = min(now, row.last_seen + now - wall)
     return server
-
-
-def restored_fields(fields, readers):
-    """Return the attributes of Server in the column `fields` of a row, by name.
-
-    They are cleaned again, because another master may have written them. A value of the wrong type
-    is left out. `readers` is the same as in restored_server()."""
-    attributes = {}
-    for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
-        if type(value) is not expected_type:
-            continue
-        if name in readers:
-            attributes[name] = readers[name](value) if value else {}
-        else:
-            attributes[name] = clean_value(value)
-    return attributes
-
-
-def clean_value(value):
-    """Return a stored value with its text cleaned, or its number clamped.
-
-    A bool is returned unchanged."""
-    if isinstance(value, str):
-        return clean(value, TEXT_CHARACTERS)
-    if isinstance(value, dict):
-        return {clean(name): clean(str(text)) for name, text in value.items()}
-    if isinstance(value, int) and not isinstance(value, bool):
-        return clamp(value)
-    return value
 
 
 def report(health, where, trouble):
@@ -3581,12 +3386,12 @@ class SavedList:
 
         `protocols` are the protocols that run now. If the database cannot be read, the list begins
         empty, and /healthz says why."""
+        rows = []
         try:
             rows = self.database.load(wall)
             self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
-            return
         registry = self.registry
         registry.silence_counts_from = now
         for row in rows:
@@ -3598,10 +3403,9 @@ class SavedList:
                  registry.total)
 
     def restore_row(self, row, now, wall, protocols):
-        """List the server of a ListedRow, unless it was last seen too long ago.
-
-        Raise Refused if the rules forbid the server."""
-        if wall - row.last_seen > RESTORE_WITHIN_S:
+        """List the server of a ListedRow, unless it has probably gone: it was last seen more than
+        an hour ago. Raise Refused if the rules forbid the server."""
+        if wall - row.last_seen > HOUR:
             return
         server = restored_server(row, now, wall, self.readers)
         # Only servers that the ini names are listed without responding. Those need not be restored,
@@ -3618,63 +3422,45 @@ class SavedList:
         """Begin a batch, unless one is being written. The event loop calls this once a second.
 
         A batch has the servers that have changed; once a minute it has all servers, with their
-        player counts."""
+        player counts: of each that responds, and of each game."""
         if self.batch_began is not None:
-            if now - self.batch_began >= SAVE_LATE_S:
-                report(self.health, "database",
-                       "nothing has been written for %d s or more" % SAVE_LATE_S)
+            # Most batches take milliseconds. Some take seconds, if the disk has to spin up
+            if now - self.batch_began >= 10.0:
+                report(self.health, "database", "nothing has been written for 10 s or more")
             return
         samples = []
         if wall // MINUTE != self.sampled_minute:
             self.sampled_minute = wall // MINUTE
-            samples = self.minute_samples()
-            self.save_all_times()
+            for game, servers in self.registry.games.items():
+                total = 0
+                for server in servers.values():
+                    if not server.master:
+                        self.registry.altered.add(server.key)       # its times have changed
+                    if server.responding:
+                        samples.append((*server.key, server.players))
+                        total += server.players
+                samples.append((game, "", 0, total))
         if samples or self.registry.altered:
             self.save(now, wall, samples)
-
-    def minute_samples(self):
-        """Return the player counts of this minute, as Database.add_samples() takes them.
-
-        They are a list of (game, address, port, players), with an entry for each server that
-        responds, and one with address "" and port 0 for each game."""
-        samples = []
-        for game, servers in self.registry.games.items():
-            total = 0
-            for server in servers.values():
-                if server.responding:
-                    samples.append((*server.key, server.players))
-                    total += server.players
-            samples.append((game, "", 0, total))
-        return samples
-
-    def save_all_times(self):
-        """Put all servers of this master into the next batch, because their times have changed."""
-        for servers in self.registry.games.values():
-            for server in servers.values():
-                if not server.master:
-                    self.registry.altered.add(server.key)
 
     def save(self, now, wall, samples):
         """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
 
-        `samples` is the result of minute_samples(), or empty."""
+        `samples` are those of Database.add_samples(), or empty."""
         changed_keys = self.registry.altered
         self.registry.altered = set()
-        records = []
+        rows = []
         departed = set(changed_keys)
         for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
-                records.append(server_record(server, wall - now))
+                rows.append(listed_row(server, wall - now))
                 departed.discard(key)
         self.batch_began = now
 
         def write():
-            rows = [encoded_row(record) for record in records]
             self.database.save(rows, departed)
-            if not samples:
-                return None
-            return self.database.add_samples(wall, samples)
+            return self.database.add_samples(wall, samples) if samples else None
 
         def on_written(result, now):
             self.on_written(changed_keys, result)
@@ -15204,7 +14990,7 @@ class MasterLogs:
         """Write our changes, wait for CLUSTER_PACE_S, and read the changes of the other masters.
         Return a list with a LogUpdate for each other master.
 
-        `records` are pairs of a ServerRecord and whether the server is confirmed. `begins_log` is
+        `records` are pairs of a ListedRow and whether the server is confirmed. `begins_log` is
         True if the records are all our servers and begin a new log. `has_webhooks` says whether
         this master has webhooks. Raise NameTaken if another process holds our name, Malformed if
         our lease has ended, and what EngineLink raises."""
@@ -15249,8 +15035,7 @@ class MasterLogs:
         for start in range(0, len(records), CLUSTER_BATCH):
             batch = []
             for record, is_confirmed in records[start:start + CLUSTER_BATCH]:
-                columns = encoded_row(record)
-                batch.append(to_json((*columns, is_confirmed)))
+                batch.append(to_json((*record, is_confirmed)))
             self.link.ask("RPUSH", log_key, *batch)
             # If the link breaks now, the incomplete log must expire like any other
             self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
@@ -15335,7 +15120,7 @@ class MasterLogs:
         column_count = len(ListedRow._fields)
         try:
             values = list(json.loads(record))
-            row = self.checked_row(ListedRow(*values[:column_count]))
+            row = self.checked_row(read_row(values[:column_count]))
             server = restored_server(row, time.monotonic(), time.time(), STORED_READERS)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
@@ -15354,10 +15139,9 @@ class MasterLogs:
     @staticmethod
     def checked_row(row):
         """Return a ListedRow of another master with its address in the usual form. Raise ValueError
-        if a value has the wrong type, if the game's id or the address is malformed, or if a time is
-        not finite."""
-        if not row.has_types() or not re.fullmatch(PLAIN_NAME, row.game):
-            raise ValueError("values of another type")
+        if the game's id or the address is malformed, or if a time is not finite."""
+        if not re.fullmatch(PLAIN_NAME, row.game):
+            raise ValueError("no id of a game")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
             raise ValueError("a time that is not finite")
         return row._replace(address=read_address(row.address))
@@ -15471,12 +15255,12 @@ class Cluster:
         records = []
         for (game, address, port), server in self.pending.items():
             if server is None:
-                # A record without values says that the server has left
-                record = ServerRecord(game, address, port, expires=0.0, first_seen=0.0,
-                                      last_seen=0.0, values=[])
+                # A record without fields says that the server has left
+                record = ListedRow(game, address, port, expires=0.0, first_seen=0.0,
+                                   last_seen=0.0, fields={})
                 is_confirmed = True
             else:
-                record = server_record(server, epoch)
+                record = listed_row(server, epoch)
                 is_confirmed = server.confirmed
             records.append((record, is_confirmed))
         return records
