@@ -457,39 +457,28 @@ def read_numeric_endpoint(text):
     return read_address(address), port
 
 
-def read_host_and_port(text):
-    """Return (host, port) for HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
-    None if the text has none. Raise ValueError for any other text."""
-    with contextlib.suppress(ValueError):
-        return read_address(text), None
-    if re.fullmatch("[^:/]+", text):
-        return text, None
-    return read_endpoint(text)
-
-
 WEB_PORTS = {"http": 80, "https": 443}
 
 
-class MasterPlace(NamedTuple):
-    """Where a master is, as the user of a tool or the ini names it."""
-
-    host: str
-    port: Optional[int]                 # None for the game's default
-    tls: bool                           # whether to speak HTTPS
-
-
 def read_master_place(text, schemes=("https",)):
-    """Return the MasterPlace for SCHEME://HOST[:PORT], with one of these schemes of WEB_PORTS, or
-    for a text that read_host_and_port() reads. Raise ValueError for any other text.
+    """Return (host, port, whether to speak HTTPS) of a master, as the user of a tool or the ini
+    names it: HOST, HOST:PORT, ADDRESS, [ADDRESS], [ADDRESS]:PORT or, with one of these schemes of
+    WEB_PORTS, SCHEME://HOST[:PORT], which may be the URL of its list.
 
-    The URL may be that of the list, as a browser shows it."""
+    The port is None if it is left out. Raise ValueError for any other text."""
     scheme, separator, place = text.rpartition("://")
     if separator:
         place = re.sub("(/list)?/*$", "", place)
         if scheme not in schemes:
             raise ValueError("expected HOST[:PORT] or, of a web server, https://HOST[:PORT]")
-    host, port = read_host_and_port(place)
-    return MasterPlace(host, port or WEB_PORTS.get(scheme), scheme == "https")
+    default_port = WEB_PORTS.get(scheme)
+    tls = scheme == "https"
+    with contextlib.suppress(ValueError):
+        return read_address(place), default_port, tls
+    if re.fullmatch("[^:/]+", place):
+        return place, default_port, tls
+    host, port = read_endpoint(place)
+    return host, port, tls
 
 
 # --- URLs, and other masters ---------------------------------------------------------------------
@@ -610,8 +599,8 @@ def read_upstream(line):
     match = UPSTREAM_WORDS.fullmatch(" ".join(words))
     place_text, gamename, protocol = match.groups("") if match else ("", "", "")
     try:
-        place = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
-        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", place.host):
+        host, port, tls = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
+        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
         if bool(gamename) != (game == "quake3"):
             raise ValueError("too many words, or too few")
@@ -619,8 +608,7 @@ def read_upstream(line):
         raise ValueError(
             "expected GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
             "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST") from None
-    port = place.port or MASTER_PORTS[game]
-    return Upstream(game, place.host.lower(), port, place.tls, gamename, protocol)
+    return Upstream(game, host.lower(), port or MASTER_PORTS[game], tls, gamename, protocol)
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -906,38 +894,19 @@ AIO_SETTINGS = (
 )
 
 
-class GameFilter(NamedTuple):
-    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
-    are in lower case."""
-
-    named: Tuple[str, ...] = ()         # games without "!" in the setting
-    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
-    lists_named_only: bool = False      # True if the setting begins with a game without "!"
-
-    def accepts(self, game: str) -> bool:
-        if game in self.excluded:
-            return False
-        return not self.lists_named_only or game in self.named
-
-
-def read_game_filter(text):
-    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
-    `!nexuiz`, which accepts all others. An empty text accepts all games."""
-    named = []
-    excluded = []
-    for name in list_reader(str.lower)(text):
-        if name.startswith("!"):
-            excluded.append(name[len("!"):])
-        else:
-            named.append(name)
-    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
+def allows_game(choices, game):
+    """Return whether the value of quake3.games lets a game be listed. `xonotic, openarena` allows
+    only these two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
+    if "!" + game in choices:
+        return False
+    first_choice, *_ = choices or ("!",)
+    return game in choices or first_choice.startswith("!")
 
 
 QUAKE3_SETTINGS = (
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_game_filter,
+    Setting("quake3.games", "", list_reader(str.lower),
             "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
     Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
@@ -8136,16 +8105,16 @@ class Quake3(UdpProtocol, PolledGame):
         if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        game_filter = self.settings["quake3.games"]
+        choices = self.settings["quake3.games"]
         # The name of any section of the settings may be the id of a game. A gamename such as
         # "iceball" must not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in section_names() or game in self.rules.games
-        if is_id_of_another_protocol or not game_filter.accepts(game):
+        if is_id_of_another_protocol or not allows_game(choices, game):
             raise Refused("game", "%a is not listed here" % gamename)
         # The games that are named here can always be listed, even if strangers have filled the
         # limits for new games with invented ones
         games_of_tags = map(quake3_game_id, self.tag_gamenames)
-        named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
+        named_games = {*QUAKE3_TITLES, *choices, *games_of_tags}
         is_listed_game = game in self.registry.titles
         if not is_listed_game and game not in named_games:
             self.check_new_game(source, named_games)
@@ -18380,7 +18349,7 @@ def export_once(arguments):
 
     Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
     _, default_port = LISTS["hyperbol"]
-    host, port = arguments.master
+    host, port, _ = arguments.master
     port = port or default_port
     master = endpoint_text(host, port)
     path = arguments.output
@@ -18579,7 +18548,8 @@ cannot be written; 8 the upload failed. With --every it goes on until a signal o
 with 0.""", (
         option("--game", choices=["hyperbol"], default="hyperbol",
                help="the master's game (hyperbol)"),
-        option("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
+        option("master", metavar="HOST[:PORT]",
+               type=argument(functools.partial(read_master_place, schemes=())),
                help="the master; on port %d if none is given" % MASTER_PORTS["hyperbol"]),
         option("--output", metavar="FILE", default="servers.xml",
                help="the file to write (servers.xml)"),
