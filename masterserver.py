@@ -10599,11 +10599,10 @@ def render_totals(servers, spark):
 
 
 def render_game_tabs(context, counts, chosen_game):
-    """Return one tab for all games together and one for each game that has servers.
+    """Return one tab for all games together and one for each that has servers or is chosen.
 
-    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, or "" for the
-    tab of all games. A chosen game gets a tab even if it has no servers. If fewer than two games
-    would have a tab, nobody needs a choice, and there are no tabs."""
+    `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
+    games. With only one game nobody needs a choice, and there are no tabs."""
     total = number_text(sum(counts.values()))
     tabs = [render_tab("/", "All games", chosen_game == "", total)]
     for game, title in context.games.items():
@@ -10620,8 +10619,7 @@ def render_search(list_filter, country_counts):
     """Return the search form with the values of a ListFilter.
 
     `country_counts` has the number of servers in each country that has any. The choice of countries
-    is sorted by their names, and hidden if none is known. A chosen one is offered even without
-    servers."""
+    is hidden if none is known. A chosen country is offered even without servers."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
@@ -10708,11 +10706,10 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
 
 def render_server_row(server, spark, title):
-    """Return one row of the list, about 630 bytes of HTML, in two pieces.
+    """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
 
-    The pieces are cached. The caller puts the time at which the server was last seen between them,
-    because it changes more often. `spark` is the server's sparkline, `title` the title of its
-    game."""
+    The time at which the server was last seen belongs between them; it changes more often. `spark`
+    is the server's sparkline, `title` the title of its game."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
@@ -10875,9 +10872,8 @@ def uptime_text(series, first_seen):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` is a list of filled FINDING templates. `listed` is a list
-    of the servers at that address that are listed now; their times, and the present time `wall`,
-    are in seconds since 1970."""
+    `port` is 0 for all ports. `findings` are filled FINDING templates. `listed` has the servers at
+    that address that are listed now; their times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -10908,10 +10904,7 @@ def render_check_page(context, address, port, findings, listed, wall):
 
 
 def render_error_page(context, status, reason, hint):
-    """Return the page for an HTTP error as UTF-8 bytes.
-
-    `status` and `reason` are those of the response, such as 404 and "Not Found". `hint` tells the
-    reader what to do about the error."""
+    """Return the page for an error such as 404 "Not Found"; `hint` says what to do about it."""
     main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
     return render_page(context, reason, main=main)
 
@@ -12088,11 +12081,10 @@ def get_ddnet_servers(web, request):
 # --- Pages ---------------------------------------------------------------------------------------
 
 def contact_lines(listeners, host, settings):
-    """Return the lines of all Contacts for the games that can be announced here.
+    """Return the Contacts of the games that can be announced here, as (game, reader, line).
 
-    The result is a list of (game, reader, line), with the templates filled. `listeners` are the
-    open listeners of this master, `host` is its name or address. The operator's own games, Luanti
-    and DDNet are announced by HTTP."""
+    `listeners` are the open listeners of this master, `host` is its name or address."""
+    # Luanti, DDNet and the operator's own games are announced by HTTP
     ports = {"luanti": settings["luanti.enabled"], "ddnet": settings["ddnet.enabled"]}
     page = ""
     for listener in listeners:
@@ -12100,24 +12092,30 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
+    contacts = {}
+    for game, contact in CONTACTS.items():
+        if ports.get(game):
+            contacts[game] = contact
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        if page or "%(page)s" not in template:
-            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-            lines.append((game, reader, template % values))
+        if "%(page)s" in template and not page:
+            continue
+        line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
+        lines.append((game, reader, line))
     return lines
 
 
 def day_total(hourly_players, games):
     """Return the player counts of these games together, for each hour of the last day.
 
-    `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
-    if none of the games was recorded in that hour."""
-    keys = [(game, "", 0) for game in games]
-    days = [hourly_players[key] for key in keys if key in hourly_players]
+    A count is None if none of the games was recorded in that hour."""
+    days = []
+    for game in games:
+        whole_game = game, "", 0
+        if whole_game in hourly_players:
+            days.append(hourly_players[whole_game])
     totals = []
     for counts in zip(*days):
         recorded = without_gaps(counts)
@@ -12128,10 +12126,7 @@ def day_total(hourly_players, games):
 def get_page(web, request):
     """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
-
-    def render(servers, wall):
-        return render_list(web, list_filter, servers, wall)
-
+    render = functools.partial(render_list, web, list_filter)
     return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
@@ -12141,7 +12136,10 @@ def render_list(web, list_filter, servers, wall):
     Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
     look = web.look
     game = list_filter.game
-    counts = {name: len(listed) for name, listed in web.registry.games.items() if listed}
+    counts = {}
+    for counted_game, listed in web.registry.games.items():
+        if listed:
+            counts[counted_game] = len(listed)
     day = ()
     if list_filter == ListFilter(game):     # the result of a search has no history
         day = day_total(web.hourly_players, [game] if game else counts)
@@ -12163,10 +12161,9 @@ def render_list(web, list_filter, servers, wall):
 
 
 def with_wall_times(server, epoch):
-    """Return a copy of a server with times in seconds since 1970, as pages show them.
+    """Return a copy of a server with times in seconds since 1970 instead of the monotonic clock's.
 
-    The times of the server itself are readings of the monotonic clock. `epoch` is the wall clock
-    minus the monotonic clock."""
+    `epoch` is the difference between the two."""
     server_copy = copy.copy(server)
     server_copy.first_seen += epoch
     server_copy.last_seen += epoch
@@ -12176,15 +12173,16 @@ def with_wall_times(server, epoch):
 def get_server(web, request):
     """Return the response with the page of one server, which the query names.
 
-    A server that has left the list has a page too, if the database remembers it. Raise HttpError
-    if nothing is known of the server."""
+    A server that has left the list has a page too, if the database remembers it."""
     query = query_history(request)
     wall = request.now + web.epoch
     database = web.core.database
     remembered = series = None
     if database is not None:
-        remembered, series = from_disk(request, lambda: (
-            database.known(*query.key), database.history(*query.key, query.span, wall)))
+        def read_both():
+            return database.known(*query.key), database.history(*query.key, query.span, wall)
+
+        remembered, series = from_disk(request, read_both)
     listed = web.registry.get(*query.key)
     if listed:
         server = with_wall_times(listed, web.epoch)
@@ -12198,8 +12196,9 @@ def get_server(web, request):
         # A server that has come back was first seen before its present stay in the list
         server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    page = render_server_page(
-        web.look, server, listed is not None, (query.span, series), base, wall)
+    is_listed = listed is not None
+    history = query.span, series
+    page = render_server_page(web.look, server, is_listed, history, base, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -12242,10 +12241,7 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """Return the response with the player counts of one server, or of a whole game, as JSON.
-
-    The query names a game, perhaps an address and a port, and one of the SPANS. Raise HttpError if
-    this master has no database."""
+    """Return the response with the player counts of one server, or of a whole game, as JSON."""
     query = query_history(request)
     database = web.core.database
     if database is None:
