@@ -92,6 +92,10 @@ try:
 except ImportError:                 # Windows has no such limits
     pass
 try:
+    import ssl                      # urllib has loaded it already
+except ImportError:                 # a Python without OpenSSL has no HTTPS
+    pass
+try:
     import ctypes                   # for MessageVector alone
 except (ImportError, MemoryError):  # under MemoryDenyWriteExecute, or a Python without it
     pass
@@ -139,8 +143,6 @@ WORKER_JOBS = 64
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
 LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
-# The sources whose last look-up is remembered: 16 times as many as look-ups can wait
-LOOKUP_TURNS = 1024
 # So many game servers of one source may wait for the same look-up. If each is a Luanti server with
 # the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
@@ -148,8 +150,6 @@ STOP_S = 2.0                        # at a stop, answers that are being sent hav
 STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
 # Descriptors that are kept free for listeners, the database and the log
 DESCRIPTORS_KEPT = 40
-# The limit of descriptors if the system does not tell it. It is macOS's
-DESCRIPTORS_UNTOLD = 256
 # Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
 FAULT_RATE = 1, 20
 
@@ -12946,18 +12946,7 @@ TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
-# Options that accepted connections inherit. Writes are sent at once. A dead peer is found after two
-# minutes, also while sent data is unacknowledged (TCP_USER_TIMEOUT, in milliseconds). macOS has
-# other names for some, and Windows lacks them.
-TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
-               ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
-               ("TCP_USER_TIMEOUT", 120_000))
-# Ever larger receive buffers are requested; the largest that the system grants stays in force.
-UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
-UDP_READ_BYTES = 65536              # no datagram is longer
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-LOGGED_MALFORMED_BYTES = 48         # how much of a malformed packet the log shows
-LOGGED_FAULT_BYTES = 600            # how much the log shows of input that a bug could not handle
 
 
 class StartError(Exception):
@@ -12993,30 +12982,28 @@ class MessageVector:
     MMSGHDR = struct.Struct("@PI4xPNPNi4xI4x")
     IOVEC = struct.Struct("@PN")                # pointer to the data, length
     SOCKADDR_BYTES = 16
-    IOVECS_EACH, NO_CONTROL, NO_FLAGS = 1, (0, 0), 0
     # The structs above are right only here: system, Python implementation, bytes of a pointer.
-    # PyPy on Linux could use them too, but is faster without.
+    # PyPy on Linux could use them too, but is faster without
     PLATFORM = ("linux", "cpython", 8)
 
     @classmethod
     def create(cls):
-        """Return a MessageVector, or None if this platform does not have the two calls or refuses
-        them."""
-        platform = (sys.platform, sys.implementation.name, struct.calcsize("P"))
-        if platform != cls.PLATFORM:
+        """Return a MessageVector, or None if this platform lacks the two calls or refuses them."""
+        if (sys.platform, sys.implementation.name, struct.calcsize("P")) != cls.PLATFORM:
             return None
-        try:
-            return cls(ctypes.CDLL(None, use_errno=True))
-        except (NameError, AttributeError, OSError):
-            # This Python has no ctypes, the C library lacks a call, or the system refuses it
-            return None
+        # This Python may have no ctypes, and the C library may lack a call
+        with contextlib.suppress(NameError, AttributeError, OSError):
+            library = ctypes.CDLL(None, use_errno=True)
+            no_socket, no_headers, no_flags, no_timeout = -1, None, 0, None
+            library.recvmmsg(no_socket, no_headers, 0, no_flags, no_timeout)
+            # An old kernel or a sandbox refuses the call; others complain about the socket
+            if ctypes.get_errno() == errno.EBADF:
+                return cls(library.recvmmsg, library.sendmmsg)
+        return None
 
-    def __init__(self, library):
-        """Find the calls in `library`, a ctypes.CDLL, and allocate the buffers. Raise
-        AttributeError if the library lacks a call, and OSError if the system refuses it."""
-        self.receive_call = library.recvmmsg
-        self.send_call = library.sendmmsg
-        self.check_receive_call()
+    def __init__(self, receive_call, send_call):
+        self.receive_call = receive_call
+        self.send_call = send_call
         buffer_bytes = DRAIN_DATAGRAMS * MAX_DATAGRAM_BYTES
         # One buffer holds the received data, and later the data to send
         self.data = ctypes.create_string_buffer(buffer_bytes)
@@ -13025,8 +13012,11 @@ class MessageVector:
         # that Python does not free it
         self.headers, self.iovecs, self.sockaddrs = self.make_arrays()
         self.out_headers, self.out_iovecs, self.out_sockaddrs = self.make_arrays()
-        # Views through which receive() and send() read and write single fields
-        self.lengths = self.length_column(self.headers)
+        # Views through which receive() and send() read and write single fields. A mmsghdr is read
+        # as 32-bit numbers: the last one is padding, and the datagram's length comes before it
+        header_numbers = memoryview(self.headers).cast("B").cast("I")
+        numbers_each = self.MMSGHDR.size // 4
+        self.lengths = header_numbers[numbers_each - 2::numbers_each]
         self.out_data_bytes = memoryview(self.data).cast("B")
         self.out_sockaddr_bytes = memoryview(self.out_sockaddrs).cast("B")
         iovec_fields = memoryview(self.out_iovecs).cast("B").cast("Q")
@@ -13034,14 +13024,6 @@ class MessageVector:
         self.out_lengths = iovec_fields[1::2]
         # The cache is five times as fast as making the text of an address again
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
-
-    def check_receive_call(self):
-        """Raise OSError if the system refuses recvmmsg(), as an old kernel or a sandbox does."""
-        no_socket, no_headers, no_timeout = -1, None, None
-        self.receive_call(no_socket, no_headers, 0, self.NO_FLAGS, no_timeout)
-        # A system that has the call complains about the socket instead
-        if ctypes.get_errno() != errno.EBADF:
-            raise OSError(ctypes.get_errno(), "recvmmsg() is refused")
 
     def make_arrays(self):
         """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in.
@@ -13051,26 +13033,16 @@ class MessageVector:
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
+        iovecs_each, control, control_bytes, flags, received_bytes = 1, 0, 0, 0, 0
         for position, data_start in enumerate(self.data_starts):
-            self.IOVEC.pack_into(
-                iovecs, position * self.IOVEC.size,
-                ctypes.addressof(self.data) + data_start, MAX_DATAGRAM_BYTES)
+            data = ctypes.addressof(self.data) + data_start
             sockaddr = ctypes.addressof(sockaddrs) + position * self.SOCKADDR_BYTES
             iovec = ctypes.addressof(iovecs) + position * self.IOVEC.size
-            received_bytes = 0
+            self.IOVEC.pack_into(iovecs, position * self.IOVEC.size, data, MAX_DATAGRAM_BYTES)
             self.MMSGHDR.pack_into(
                 headers, position * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
-                iovec, self.IOVECS_EACH, *self.NO_CONTROL, self.NO_FLAGS, received_bytes)
+                iovec, iovecs_each, control, control_bytes, flags, received_bytes)
         return headers, iovecs, sockaddrs
-
-    def length_column(self, headers):
-        """Return a view of the datagram length in every mmsghdr of `headers`.
-
-        A mmsghdr is read as 32-bit numbers. The last one is padding; the length comes before it."""
-        numbers = memoryview(headers).cast("B").cast("I")
-        numbers_per_header = self.MMSGHDR.size // 4
-        first_length = numbers_per_header - 2
-        return numbers[first_length::numbers_per_header]
 
     @staticmethod
     def read_sockaddr(sockaddr):
@@ -13119,7 +13091,7 @@ class MessageVector:
         position = 0
         while position < count:
             remaining = ctypes.byref(self.out_headers, position * self.MMSGHDR.size)
-            sent = self.send_call(sock.fileno(), remaining, count - position, self.NO_FLAGS)
+            sent = self.send_call(sock.fileno(), remaining, count - position, 0)
             if sent > 0:
                 tally.sent += sent
                 position += sent
@@ -13135,16 +13107,15 @@ class MessageVector:
 def log_failure(error, tally, peer, protocol_name, data):
     """Count and log an exception that was raised while the input of a peer was handled.
 
-    Malformed input is logged at debug level. Any other exception is a bug of this program and is
-    logged as an error, with its traceback. `peer` is the peer as text, `data` the input."""
+    Any exception but Malformed is a bug of this program and is logged with its traceback. `peer` is
+    the peer as text, `data` the input."""
     if isinstance(error, Malformed):
         tally.malformed += 1
-        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error,
-                  data[:LOGGED_MALFORMED_BYTES])
+        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
     else:
         tally.errors += 1
-        log.error("%s %s: a fault of the program: %a", peer, protocol_name,
-                  data[:LOGGED_FAULT_BYTES], exc_info=error)
+        log.error("%s %s: a fault of the program: %a", peer, protocol_name, data[:600],
+                  exc_info=error)
 
 
 class UdpSocket:
@@ -13165,49 +13136,42 @@ class UdpSocket:
 
     def on_readable(self, now):
         """Read a batch of the datagrams that are waiting, and answer those that the limiter
-        allows."""
+        allows. Answers to their senders are sent together, those to others at once."""
         vector, tally = self.vector, self.tally
         # A reply address is a peer in the form that sending takes
         packets, peers, reply_addresses = vector.receive(self.sock) if vector else self.receive()
         tally.received += len(packets)
         tally.bytes_in += sum(map(len, packets))
+
         # Servers that repeat themselves are refreshed before the limiter counts. Otherwise a flood
         # with a server's forged address would use up its limit, and the server would be delisted
         repeat_answers = self.protocol.answer_repeats(packets, peers, now)
+
         allow = self.limiter.allow
-        allowed = [allow(peer[0], now) for peer in peers]
-        if not all(allowed):
-            tally.limited += allowed.count(False)
-            packets = itertools.compress(packets, allowed)
-            peers = itertools.compress(peers, allowed)
-            reply_addresses = itertools.compress(reply_addresses, allowed)
-            repeat_answers = itertools.compress(repeat_answers, allowed)
         answers = []
         for packet, peer, reply_address, repeat_answer in zip(
                 packets, peers, reply_addresses, repeat_answers):
+            if not allow(peer[0], now):
+                tally.limited += 1
+                continue
             if repeat_answer is not None:
                 answers.append((repeat_answer, reply_address))
-            else:
-                self.handle(packet, peer, reply_address, answers, now)
+                continue
+            try:
+                for reply, recipient in self.protocol.datagram(packet, peer, now):
+                    if recipient is peer:
+                        answers.append((reply, reply_address))
+                    else:
+                        self.send([(reply, recipient)])
+            except Limited:
+                tally.limited += 1
+            except Exception as error:
+                log_failure(error, tally, endpoint_text(*peer[:2]), self.name, packet)
+
         if answers and vector:
             vector.send(self.sock, answers, tally)
         else:
             self.send(answers)
-
-    def handle(self, packet, peer, reply_address, answers, now):
-        """Have the protocol read one datagram. Replies to its sender are appended to `answers` as
-        (data, reply_address), to be sent with those of the batch. Replies to others are sent at
-        once."""
-        try:
-            for reply, recipient in self.protocol.datagram(packet, peer, now):
-                if recipient is peer:
-                    answers.append((reply, reply_address))
-                else:
-                    self.send([(reply, recipient)])
-        except Limited:
-            self.tally.limited += 1
-        except Exception as error:
-            log_failure(error, self.tally, endpoint_text(*peer[:2]), self.name, packet)
 
     def receive(self):
         """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one, on any system.
@@ -13215,17 +13179,16 @@ class UdpSocket:
         Return three lists, as MessageVector.receive() does: the data of each datagram, its peer,
         and the address for a reply. The last two are the same list here."""
         packets, peers = [], []
-        max_bytes = self.protocol.datagram_bytes
         for _ in range(DRAIN_DATAGRAMS):
             try:
                 # With a shorter buffer Windows would drop a long datagram instead of cutting it off
-                packet, peer = self.sock.recvfrom(UDP_READ_BYTES)
+                packet, peer = self.sock.recvfrom(65536)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 # Windows reports here that an earlier answer of ours has met a closed port
                 continue
-            packets.append(packet[:max_bytes])
+            packets.append(packet[:self.protocol.datagram_bytes])
             peers.append(peer)
         return packets, peers, peers
 
@@ -13259,7 +13222,7 @@ class TcpConnection:
     and the peer could lose the end of the answer."""
 
     def __init__(self, listener, sock, address, session):
-        """Start to read from an accepted, non-blocking socket.
+        """Start to read from an accepted, non-blocking socket or TlsSocket.
 
         `listener` is the TcpListener that has accepted it, `address` the peer's address."""
         self.listener = listener
@@ -13268,6 +13231,7 @@ class TcpConnection:
         self.sock = sock
         self.address = address
         self.session = session
+        self.is_closed = False
         self.unsent: Any = b""              # output for which the socket had no room yet
         # When to disconnect a peer that reads too slowly, or that does not close its side
         self.deadline = math.inf
@@ -13298,7 +13262,13 @@ class TcpConnection:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
+        except NotTls:
+            self.sock = self.sock.sock
+            self.session = self.listener.protocol.plain_refusal(self.address, now)
+            self.answer(now, self.session.opened)
+            return
+        except (OSError, Malformed) as error:
+            self.tally.malformed += isinstance(error, Malformed)
             self.close(now)
             return
         if self.session.done:
@@ -13378,7 +13348,7 @@ class TcpConnection:
 
         If the session is done and all its output is written, the connection begins to linger."""
         session = self.session
-        if self.is_closed():
+        if self.is_closed:
             return
         if self.unsent:
             self.wait_for(selectors.EVENT_WRITE)
@@ -13401,8 +13371,7 @@ class TcpConnection:
 
         Do nothing if the session does not wait for it any more: it has timed out during the job,
         and has answered 503 already."""
-        still_waits = self.events == NO_EVENTS
-        if still_waits and not self.is_closed():
+        if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
@@ -13414,160 +13383,111 @@ class TcpConnection:
         elif not self.unsent and not self.session.done:
             self.answer(now, self.session.tick)
 
-    def is_closed(self):
-        """Return whether close() has been called."""
-        return self not in self.master_server.connections
-
     def close(self, now):
         """Close the connection at once and tell the session. A second call does nothing."""
-        if self.is_closed():
+        if self.is_closed:
             return
+        self.is_closed = True
         # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
         del self.master_server.connections[self]
-        for key in source_keys(self.address):
-            decrement(self.master_server.connections_by_source, key)
+        self.master_server.connections_by_source.take(self.address, -1)
         self.master_server.guarded(self.session.closed, now)
 
 
-# The first byte of a TLS connection: the type of a record that belongs to the handshake
-TLS_HANDSHAKE_RECORD = b"\x16"
-# The time for a handshake. The session's own deadline for the first request runs meanwhile
-TLS_HANDSHAKE_S = HTTP_REQUEST_S
-
-
-# A TLS connection may receive so many bytes without any data for its session, such as those of the
-# handshake. OpenSSL takes 14 us for a KeyUpdate of 27 bytes; without a limit, one peer that sends
-# nothing else could keep the event loop busy
-TLS_SPARE_BYTES = 32768
-# Each byte of data allows so many more. A record with one byte of data has 23 to 30 bytes
-TLS_SPARE_PER_BYTE = 32
-TLS_READ_BYTES = 16384                  # are decrypted at once, before other connections are served
-TLS_WRITE_BYTES = 16384                 # are encrypted at once, and may wait for a slow reader
-TLS_UNSENT_BYTES = 65536                # of answers of the layer itself, which a peer does not read
+class NotTls(Exception):
+    """Raised for a client that does not begin with a TLS handshake."""
 
 
 class TlsSocket:
     """The TLS layer of an accepted, non-blocking socket, with those methods of a socket that
-    TcpConnection uses.
+    TcpConnection uses. It makes the handshake while it reads.
 
-    OpenSSL does not read from the socket itself: it is given a bounded number of bytes at a time.
-    Wherever the peer has to be waited for, BlockingIOError is raised, as by a socket. Any fault of
-    the peer is an OSError."""
+    OpenSSL does not read from the socket itself, because it would read KeyUpdates, in 14 us each,
+    for as long as the peer sends them. It gets READ_BYTES at a time, and a peer that sends too
+    many bytes without data is closed. Wherever the peer has to be waited for, BlockingIOError is
+    raised, as by a socket. Bytes that are not TLS are Malformed."""
+
+    READ_BYTES = WRITE_BYTES = 16384        # are decrypted or encrypted at once
+    # A connection may receive so many bytes without data, such as those of the handshake, and so
+    # many more for each byte of data. A record with one byte of data has 23 to 30 bytes
+    SPARE_BYTES = 32768
+    SPARE_PER_BYTE = 32
 
     def __init__(self, sock, context):
-        """Take over the socket. `context` is an ssl.SSLContext with a certificate."""
-        import ssl                      # it is loaded already, because the context was made by it
+        """`context` is an ssl.SSLContext with a certificate."""
         self.sock = sock
-        self.waiting_error = ssl.SSLWantReadError
+        self.context = context
+        self.fileno = sock.fileno
+        self.tls: Any = None            # an ssl.SSLObject, once the peer has sent something
         self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
         self.encrypted = ssl.MemoryBIO()        # what OpenSSL has encrypted
-        self.tls = context.wrap_bio(self.received, self.encrypted, server_side=True)
         self.unsent = b""               # encrypted bytes for which the socket had no room yet
         self.unsent_data_bytes = 0      # the bytes of data in it, which send() has not counted yet
-        self.spare_bytes = TLS_SPARE_BYTES
-        self.raw_bytes = 0              # what the last read_socket() has read
-        # True if recv() has something to return that the selector does not see: data that came with
-        # the end of the handshake, or a close_notify that came with data
-        self.has_more = False
-
-    def fileno(self):
-        """Return the socket's file descriptor, -1 if it is closed."""
-        return self.sock.fileno()
-
-    def shake_hands(self):
-        """Go on with the handshake. Raise BlockingIOError if it is not complete yet."""
-        if not self.read_socket():
-            raise ConnectionError("ended within the handshake")
-        self.spend_spare_bytes(data_bytes=0)
-        try:
-            self.tls.do_handshake()
-        except self.waiting_error:
-            raise BlockingIOError from None
-        except RuntimeError as error:           # PyPy's, if OpenSSL has no text for an error
-            raise OSError(str(error)) from None
-        finally:
-            self.flush()                # the next part of the handshake, or an alert
-
-    def read_socket(self):
-        """Give OpenSSL the next bytes from the socket. Return False if the peer has ended."""
-        raw = self.sock.recv(TLS_READ_BYTES)
-        self.raw_bytes = len(raw)
-        self.received.write(raw)
-        return bool(raw)
-
-    def spend_spare_bytes(self, data_bytes):
-        """Count the bytes that read_socket() has read, which had `data_bytes` of data in them.
-
-        Raise OSError if too many had none."""
-        spare_bytes = self.spare_bytes + TLS_SPARE_PER_BYTE * data_bytes - self.raw_bytes
-        if spare_bytes < 0:
-            raise OSError("too many bytes without data")
-        self.spare_bytes = min(spare_bytes, TLS_SPARE_BYTES)
+        self.spare_bytes = self.SPARE_BYTES
 
     def recv(self, max_bytes):
-        """Return data of the peer, b"" if it has ended its side. They are at most TLS_READ_BYTES,
-        whatever `max_bytes` is."""
-        if self.has_more:
-            self.has_more = False
-            self.raw_bytes = 0
-        elif not self.read_socket():
+        """Return data of the peer, b"" if it has ended its side. They are at most READ_BYTES,
+        whatever `max_bytes` is. Raise NotTls if the peer does not begin with a handshake."""
+        raw = self.sock.recv(self.READ_BYTES)
+        if not raw:
             return b""
-        return self.decrypted()
-
-    def decrypted(self):
-        """Return all data that OpenSSL can decrypt now, b"" if the peer has ended its side.
-
-        Raise BlockingIOError if there are none yet."""
+        if self.tls is None:
+            if not raw.startswith(b"\x16"):         # the type of a handshake's record
+                raise NotTls
+            self.tls = self.context.wrap_bio(self.received, self.encrypted, server_side=True)
+        self.received.write(raw)
         data = b""
         try:
-            piece = self.tls.read(RECV_BYTES)
+            piece = self.tls.read(self.READ_BYTES)
             while piece:
                 data += piece
                 # To look first is cheaper than an exception for each request
                 if not (self.received.pending or self.tls.pending()):
-                    return data
-                piece = self.tls.read(RECV_BYTES)
-            self.has_more = bool(data)          # the end, which the next call returns
-        except self.waiting_error:
+                    break
+                piece = self.tls.read(self.READ_BYTES)
             if not data:
-                raise BlockingIOError from None
-        except RuntimeError as error:
-            raise OSError(str(error)) from None
+                return b""
+        except ssl.SSLWantReadError:
+            pass
+        except (ssl.SSLError, RuntimeError) as error:       # PyPy's, if OpenSSL has no text for it
+            raise Malformed("TLS: %s" % error) from None
         finally:
-            self.spend_spare_bytes(len(data))
-            # OpenSSL may have answered something itself. A peer that never reads is given up
-            if not self.flush() and len(self.unsent) > TLS_UNSENT_BYTES:
-                raise OSError("the peer does not read")
+            is_all_sent = self.flush()      # the next part of the handshake, or an alert
+        self.spare_bytes += self.SPARE_PER_BYTE * len(data) - len(raw)
+        self.spare_bytes = min(self.spare_bytes, self.SPARE_BYTES)
+        if self.spare_bytes < 0 or not is_all_sent:
+            raise Malformed("TLS: too many bytes without data, or a peer that does not read")
+        if not data:
+            raise BlockingIOError
         return data
 
     def send(self, data):
         """Send as much of the data as the socket has room for, and return the number of bytes.
 
-        If some could not be sent, the next call has to begin with them, as TcpConnection does."""
+        If some could not be sent, the next call has to begin with them, as TcpConnection does.
+        Raise OSError before the end of the handshake."""
+        if self.tls is None:
+            raise ConnectionError("nothing has come yet")
         if not self.flush():
-            raise BlockingIOError
-        view = memoryview(data)
+            return 0
         sent = self.unsent_data_bytes
         self.unsent_data_bytes = 0
-        try:
-            while sent < len(view):
-                written = self.tls.write(view[sent:sent + TLS_WRITE_BYTES])
-                if not self.flush():
-                    self.unsent_data_bytes = written
-                    break
-                sent += written
-        except RuntimeError as error:
-            raise OSError(str(error)) from None
-        if view and not sent:
-            raise BlockingIOError
+        while sent < len(data):
+            try:
+                written = self.tls.write(data[sent:sent + self.WRITE_BYTES])
+            except RuntimeError as error:       # PyPy's
+                raise OSError(str(error)) from None
+            if not self.flush():
+                self.unsent_data_bytes = written
+                break
+            sent += written
         return sent
 
     def flush(self):
         """Send what OpenSSL has encrypted. Return False if the socket has no room for all of it."""
-        if self.encrypted.pending:
-            self.unsent += self.encrypted.read()
+        self.unsent += self.encrypted.read()
         if self.unsent:
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 sent = self.sock.send(self.unsent)
@@ -13575,85 +13495,20 @@ class TlsSocket:
         return not self.unsent
 
     def shutdown(self, how):
-        """Tell the peer by close_notify that nothing follows, and close our side as `how` says."""
         self.notify_close()
         self.sock.shutdown(how)
 
     def close(self):
-        """Close the socket, with a close_notify."""
         self.notify_close()
         self.sock.close()
 
     def notify_close(self):
         """Send a close_notify, if there is room for it. The peer need not answer it."""
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            self.tls.unwrap()
+            if self.tls is not None:
+                self.tls.unwrap()
         with contextlib.suppress(OSError):
             self.flush()
-
-
-class TlsConnection(TcpConnection):
-    """A TCP connection by TLS. Its session begins when the handshake is complete.
-
-    Until then it waits for input alone, and has TLS_HANDSHAKE_S. A client that does not speak TLS
-    gets a session that says so, without TLS."""
-
-    is_session_begun = False
-
-    def __init__(self, listener, sock, address, session, now):
-        """Start to wait for the handshake. The parameters are those of TcpConnection."""
-        super().__init__(listener, sock, address, session)
-        self.deadline = now + TLS_HANDSHAKE_S
-
-    def on_readable(self, now):
-        """Go on with the handshake. After it, read as TcpConnection does."""
-        if self.is_session_begun:
-            self.read_data(now)
-            return
-        try:
-            is_tls = isinstance(self.sock, TlsSocket) or self.begin_tls()
-            if is_tls:
-                self.sock.shake_hands()
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self.tally.malformed += 1
-            self.close(now)
-            return
-        self.is_session_begun = True
-        self.deadline = math.inf
-        if is_tls:
-            self.session.encrypted()
-            self.sock.has_more = True
-            self.read_data(now)
-        else:
-            self.session = self.listener.protocol.plain_refusal(self.address, now)
-            self.answer(now, self.session.opened)
-
-    def read_data(self, now):
-        """Read as TcpConnection does, and what the selector does not see as well."""
-        super().on_readable(now)
-        waits_for_input = self.events == selectors.EVENT_READ
-        if waits_for_input and isinstance(self.sock, TlsSocket) and self.sock.has_more:
-            super().on_readable(now)
-
-    def begin_tls(self):
-        """Return True, and put TLS over the socket, if the peer has begun a handshake.
-
-        Return False if it has sent something else. Raise OSError if it has sent nothing and gone.
-        """
-        first_byte = self.sock.recv(1, socket.MSG_PEEK)
-        if not first_byte:
-            raise ConnectionError("ended before the handshake")
-        if first_byte != TLS_HANDSHAKE_RECORD:
-            return False
-        self.sock = TlsSocket(self.sock, self.master_server.certificate.context)
-        return True
-
-    def tick(self, now):
-        """Close the connection if the handshake takes too long. After it, do as TcpConnection."""
-        if self.is_session_begun or now >= self.deadline:
-            super().tick(now)
 
 
 def bound_output(connections, now):
@@ -13679,8 +13534,7 @@ class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
     def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking;
-        `uses_tls`: whether its connections are encrypted by TLS."""
+        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
         self.uses_tls = uses_tls
         self.master_server = master_server
         self.name = name
@@ -13701,7 +13555,10 @@ class TcpListener:
             except OSError as error:
                 if error.errno in OUT_OF_DESCRIPTORS:
                     report(health, "descriptors", error.strerror)
-                    self.pause()
+                    # Waiting connections stay in the backlog until the next tick. The selector
+                    # would report them again at once, in an endless loop
+                    self.master_server.selector.unregister(self.sock)
+                    self.is_paused = True
                     return
                 # The peer has closed this connection already
                 continue
@@ -13712,12 +13569,6 @@ class TcpListener:
             health.pop("descriptors", None)
             address, *_ = peer
             self.accept(sock, canonical_address(address), now)
-
-    def pause(self):
-        """Stop accepting until the next tick. Waiting connections stay in the backlog; without the
-        pause the selector would report them again at once, in an endless loop."""
-        self.master_server.selector.unregister(self.sock)
-        self.is_paused = True
 
     def tick(self, now):
         """End a pause. This is called once a second."""
@@ -13731,18 +13582,14 @@ class TcpListener:
         A connection over a limit gets the protocol's refusal as its session, which says so and
         ends. A blocked address gets no answer; its connection is just closed."""
         master_server, protocol = self.master_server, self.protocol
-        rules = master_server.rules
-        if rules.blocked and address in rules.blocked:
+        is_refused = self.is_over_limit(address, now)
+        # A refusal in words would cost a handshake, which takes longer than most requests
+        if address in master_server.rules.blocked or (is_refused and self.uses_tls):
             self.tally.limited += 1
             sock.close()
             return
-        is_refused = self.is_over_limit(address, now)
         if is_refused:
             self.tally.limited += 1
-            if self.uses_tls:
-                # A refusal in words would cost a handshake, which takes longer than most requests
-                sock.close()
-                return
             session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1
@@ -13750,12 +13597,11 @@ class TcpListener:
         self.make_room(now)
         sock.setblocking(False)
         if self.uses_tls:
-            connection: TcpConnection = TlsConnection(self, sock, address, session, now)
-        else:
-            connection = TcpConnection(self, sock, address, session)
+            sock = TlsSocket(sock, master_server.certificate.context)
+            session.encrypted()
+        connection = TcpConnection(self, sock, address, session)
         master_server.connections[connection] = None
-        for key in source_keys(address):
-            master_server.connections_by_source[key] += 1
+        master_server.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.answer(now, session.opened)
         else:
@@ -13768,47 +13614,35 @@ class TcpListener:
         master_server = self.master_server
         rules = master_server.rules
         max_open = master_server.settings["limits.connections_open"]
-        for key, limit in source_limits(address, max_open):
-            has_too_many = master_server.connections_by_source[key] >= limit
-            if has_too_many and not rules.exempts(address):
-                return True
+        has_too_many = master_server.connections_by_source.full(address, max_open)
+        if has_too_many and not rules.exempts(address):
+            return True
         return not rules.connection_limiter.allow(address, now)
 
     def make_room(self, now):
-        """Close as many connections as it takes to have room for a new one, the least needed ones
-        first."""
+        """Close as many connections as it takes to have room for a new one.
+
+        First those that have had their whole answer, then those that have been idle for longest.
+        Connections of game servers that publish themselves are the last choice."""
         master_server = self.master_server
-        connections = master_server.connections
+        connections = master_server.connections         # the one idle for longest comes first
         max_connections = min(master_server.settings["limits.connections_total"],
                               master_server.max_descriptors - DESCRIPTORS_KEPT)
         while connections and len(connections) >= max_connections:
-            connection = self.least_needed_connection()
-            connection.tally.limited += 1
-            connection.close(now)
-
-    def least_needed_connection(self):
-        """Return the connection to close if there are too many: one that has had its whole answer,
-        or else the one that has been idle for longest. Connections of game servers that publish
-        themselves are the last choice."""
-        # The connection that has been idle for longest comes first
-        connections = self.master_server.connections
-        for connection in connections:
-            if connection.session.done and not connection.unsent:
-                return connection
-        for connection in connections:
-            if not connection.session.kept:
-                return connection
-        return next(iter(connections))
+            answered = (connection for connection in connections
+                        if connection.session.done and not connection.unsent)
+            clients = (connection for connection in connections if not connection.session.kept)
+            least_needed = next(itertools.chain(answered, clients, connections))
+            least_needed.tally.limited += 1
+            least_needed.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
 
-# Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days after their
-# begin. So with 14 days left, something is wrong
-CERTIFICATE_WARNING_S = 14 * DAY
-TLS_FILE_BYTES = 1 << 20                # the most that is read of a file; a chain has some 10 kB
-PEM_CERTIFICATE = re.compile(b"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.S)
-PEM_KEY = re.compile(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----")
+# The validity of a certificate in DER (RFC 5280, 4.1.2.5): two times, with two digits for the year
+# (from 1950 to 2049) or with four. Python has no public function for a certificate of our own
+VALIDITY = re.compile(rb"(?:\x17\x0D\d{12}Z|\x18\x0F\d{14}Z)"
+                      rb"(?:\x17\x0D(\d{12})Z|\x18\x0F(\d{14})Z)")
 
 
 class Certificate(NamedTuple):
@@ -13823,16 +13657,25 @@ def load_certificate(settings):
 
     Raise SettingsError if they name none, or if its files cannot be used."""
     certificate_path = settings.file("http.certificate")
+    key_path = settings.file("http.key")
+    key_setting = "key" if key_path else "certificate"
+    key_path = key_path or certificate_path
     if not certificate_path:
         raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
                             "certificate")
-    key_path = settings.file("http.key")
+    max_bytes = 1 << 20                 # a chain has some 10 kB
     with naming_tls_file("certificate", certificate_path):
-        expires = read_expiry(certificate_path)
-    with naming_tls_file("key" if key_path else "certificate", key_path or certificate_path):
-        check_key_file(key_path or certificate_path)
+        expires = certificate_expiry(read_file(certificate_path, max_bytes))
+    with naming_tls_file(key_setting, key_path):
+        key = read_file(key_path, max_bytes)
+        match = re.search(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----", key)
+        if not match:
+            raise ValueError("there is no private key in it")
+        # The older form of an encrypted key has a header field for that
+        if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in key:
+            raise ValueError("its key asks for a password; store it without one")
     with naming_tls_file("certificate", certificate_path):
-        context = tls_context(certificate_path, key_path or certificate_path)
+        context = tls_context(certificate_path, key_path)
     return Certificate(context, expires)
 
 
@@ -13842,50 +13685,36 @@ def naming_tls_file(setting, path):
     setting [http] `setting` and its file."""
     try:
         yield
-    except OSError as error:
-        raise SettingsError("[http] %s = %s: %s" % (
-            setting, path, error.strerror or error)) from None
-    except ValueError as error:
-        raise SettingsError("[http] %s = %s: %s" % (setting, path, error)) from None
+    except (OSError, ValueError) as error:
+        trouble = getattr(error, "strerror", None) or error
+        raise SettingsError("[http] %s = %s: %s" % (setting, path, trouble)) from None
 
 
-def read_expiry(path):
-    """Return when the first certificate in a PEM file expires, in seconds since 1970.
+def certificate_expiry(pem):
+    """Return when the first certificate in the bytes of a PEM file expires, in seconds since 1970.
 
-    Raise OSError if the file cannot be read, and ValueError if there is no certificate in it."""
-    import ssl                          # only TLS needs the module
-    match = PEM_CERTIFICATE.search(read_pem(path))
-    if not match:
+    Raise ValueError if there is no certificate in it, or a damaged one."""
+    _, _, after_begin = pem.partition(b"-----BEGIN CERTIFICATE-----")
+    base64_text, end, _ = after_begin.partition(b"-----END CERTIFICATE-----")
+    if not end:
         raise ValueError("there is no certificate in it")
     try:
-        return expiry_of_certificate(ssl.PEM_cert_to_DER_cert(match.group().decode("ascii")))
-    except (IndexError, ValueError):
+        match = VALIDITY.search(base64.b64decode(base64_text))
+        if not match:
+            raise ValueError
+        two_digit_year, four_digit_year = match.groups()
+        century = b"19" if two_digit_year and two_digit_year >= b"50" else b"20"
+        text = four_digit_year or century + two_digit_year
+        expires = datetime.strptime(text.decode("ascii"), "%Y%m%d%H%M%S")
+    except ValueError:
         raise ValueError("the certificate in it is damaged") from None
-
-
-def check_key_file(path):
-    """Raise OSError if a PEM file cannot be read, and ValueError if there is no key in it, or one
-    that asks for a password."""
-    text = read_pem(path)
-    match = PEM_KEY.search(text)
-    if not match:
-        raise ValueError("there is no private key in it")
-    # The older form of an encrypted key has a header field for that
-    if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in text:
-        raise ValueError("its key asks for a password; store it without one")
-
-
-def read_pem(path):
-    """Return the bytes of a PEM file, TLS_FILE_BYTES at most."""
-    with open(path, "rb") as file:
-        return file.read(TLS_FILE_BYTES)
+    return expires.replace(tzinfo=timezone.utc).timestamp()
 
 
 def tls_context(certificate_path, key_path):
     """Return an ssl.SSLContext for a server with this certificate and key.
 
     Raise ValueError if they do not fit together or are damaged."""
-    import ssl                          # only TLS needs the module
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= getattr(ssl, "OP_NO_RENEGOTIATION", 0)       # older versions of PyPy lack it
@@ -13900,54 +13729,6 @@ def tls_context(certificate_path, key_path):
         raise ValueError("it, or the key in %s, cannot be used: %s"
                          % (key_path, error.reason or "damaged")) from None
     return context
-
-
-# The parts of a certificate that are read here, in DER: tag, length, contents (X.509, RFC 5280,
-# section 4.1). Python has no public function for a certificate of our own
-DER_VERSION = 0xA0                      # the tag of the version, which may be missing
-DER_UTC_TIME = 0x17                     # a time with two digits for the year, from 1950 to 2049
-DER_LONG_FORM = 0x80                    # in the length: so many bytes with the length follow
-
-
-class DerValue(NamedTuple):
-    """A value in DER."""
-
-    tag: int
-    contents: bytes
-    following: bytes                    # the bytes after the value
-
-
-def read_der(data):
-    """Return the DerValue at the beginning of some bytes. Raise IndexError if there is none."""
-    tag, length = data[0], data[1]
-    start = 2
-    if length & DER_LONG_FORM:
-        start += length ^ DER_LONG_FORM
-        length = int.from_bytes(data[2:start], "big")
-    return DerValue(tag, data[start:start + length], data[start + length:])
-
-
-def expiry_of_certificate(der):
-    """Return when a certificate expires, in seconds since 1970. `der` is the certificate in DER.
-
-    Raise IndexError or ValueError if it is damaged."""
-    certificate = read_der(der)
-    to_be_signed = read_der(certificate.contents)
-    field = read_der(to_be_signed.contents)
-    if field.tag == DER_VERSION:
-        field = read_der(field.following)
-    serial_number = field
-    signature_algorithm = read_der(serial_number.following)
-    issuer = read_der(signature_algorithm.following)
-    validity = read_der(issuer.following)
-    not_before = read_der(validity.contents)
-    not_after = read_der(not_before.following)
-    text = not_after.contents.decode("ascii")
-    if not_after.tag == DER_UTC_TIME:
-        century = "19" if text >= "50" else "20"
-        text = century + text
-    expires = datetime.strptime(text, "%Y%m%d%H%M%SZ")
-    return expires.replace(tzinfo=timezone.utc).timestamp()
 
 
 # --- Threads -------------------------------------------------------------------------------------
@@ -14000,7 +13781,6 @@ class WorkerThread:
 # --- The log ------------------------------------------------------------------------------------
 
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
-LOG_FILES = 3                       # how many older files are kept: with the current one 40 MB
 LOG_LINES = 1000                    # how many may wait for the thread that writes them
 LOG_END_S = 1.0                     # how long the end of the program waits for these to be written
 
@@ -14015,57 +13795,40 @@ class LogFile(logging.handlers.RotatingFileHandler):
             super().rotate(source, dest)
 
 
-class LogQueue(logging.handlers.QueueHandler):
-    """Puts log lines into a queue, from which a thread writes them.
-
-    So the event loop goes on even if the disk hangs, or if somebody selects text in the terminal
-    and so stops its output."""
-
-    def __init__(self, writer):
-        """Start the thread. It hands each line to `writer`, a logging.Handler."""
-        self.lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(self.lines)                # type: ignore[arg-type,unused-ignore]
-        self.traceback_limiter = Limiter(FAULT_RATE)
-        self.addFilter(self.has_room)
-        self.listener = logging.handlers.QueueListener(self.lines, writer)
-        self.listener.start()
-
-    def has_room(self, record):
-        """Return False if a line must be dropped.
-
-        That is so if LOG_LINES lines are waiting already, or if the line has a traceback and there
-        were too many of them lately."""
-        if self.lines.qsize() >= LOG_LINES:
-            return False
-        if not record.exc_info:
-            return True
-        all_tracebacks = ""             # one source for the limiter, because they share one limit
-        return self.traceback_limiter.allow(all_tracebacks, time.monotonic())
-
-
 def start_log(settings):
     """Begin to log to the file that the settings name, or else to the terminal.
 
-    Return the logging.Handler that writes the lines. Raise StartError if the log file cannot be
-    opened."""
-    writer = open_log(settings.file("server.log_file"))
-    log.addHandler(LogQueue(writer))
-    log.setLevel(settings["server.log_level"].upper())
-    log.propagate = False
-    return writer
-
-
-def open_log(path):
-    """Return a handler that writes log lines to the file at `path`, or to the terminal if `path` is
-    "". Raise StartError if the file cannot be opened."""
+    A thread writes the lines, so the event loop goes on even if the disk hangs, or if somebody
+    selects text in the terminal and so stops its output. Return the logging.Handler that the thread
+    uses. Raise StartError if the log file cannot be opened."""
+    path = settings.file("server.log_file")
     writer: logging.Handler = logging.StreamHandler()
     if path:
         try:
-            writer = LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8")
+            # With the older files that are kept, a log takes 40 MB
+            writer = LogFile(path, "a", LOG_FILE_BYTES, 3, "utf-8")
         except OSError as error:
             raise StartError("the log cannot be written; change [server] log_file: %s"
                              % clean(error_text(error), TEXT_CHARACTERS)) from None
     writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.raiseExceptions = False     # on a full disk, each line would have a traceback
+    lines: Any = queue.SimpleQueue()
+    traceback_limiter = Limiter(FAULT_RATE)
+
+    def has_room(record):
+        """Return False for a line or a traceback beyond the limits, which is dropped."""
+        if lines.qsize() >= LOG_LINES:
+            return False
+        all_tracebacks = ""             # one source for the limiter, because they share one limit
+        return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
+
+    handler = logging.handlers.QueueHandler(lines)
+    handler.addFilter(has_room)
+    handler.listener = logging.handlers.QueueListener(lines, writer)
+    handler.listener.start()
+    log.addHandler(handler)
+    log.setLevel(settings["server.log_level"].upper())
+    log.propagate = False
     return writer
 
 
@@ -14073,7 +13836,7 @@ def end_log():
     """Remove the handlers of start_log(), after the lines that are waiting have been written. If
     that takes longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
-        if isinstance(handler, LogQueue):
+        if isinstance(handler, logging.handlers.QueueHandler):
             log.removeHandler(handler)
             # stop() waits for all lines, without a timeout; so it runs in a thread
             stopper = threading.Thread(target=handler.listener.stop, daemon=True)
@@ -14083,46 +13846,24 @@ def end_log():
 
 # --- Host names ----------------------------------------------------------------------------------
 
-class Lookup(NamedTuple):
-    """A host name to be looked up; see Core.resolve."""
-
-    host: str
-    source: str                         # the address that has sent the name; "" for the ini
-    like: str                           # the address that is preferred
-    waiters: List[Callable[[str, float], None]]         # called with the address found and the time
-
-    @property
-    def key(self) -> Tuple[str, str, str]:
-        """The same for look-ups that can share their result."""
-        return self.source, self.host, self.like
-
-    def may_have_another_waiter(self):
-        """Return whether one more caller may wait for this look-up. Names in the ini have no limit.
-        """
-        return not self.source or len(self.waiters) < LOOKUP_WAITERS
-
-
 class HostNames:
     """Looks host names up in a thread, one after another, because each can take half a minute.
 
     Names from the ini come first, so a stranger can delay them by one look-up at most. Each source
-    may have only a few look-ups at a time, and sources take turns, so none can keep out the others.
-    Game servers on one machine that have the same name and start together share one look-up.
-    Everything but the look-up itself happens in the event loop."""
+    may have only a few look-ups at a time, so none can keep out the others. Game servers on one
+    machine that have the same name and start together share one look-up. Everything but the
+    look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """Prepare the thread, which passes its results to `post`, that is, MasterServer.post()."""
+        """`post`: see WorkerThread."""
         self.worker = WorkerThread("names", post)
-        # The waiting look-ups: of names in the ini, and of names that strangers have sent
+        # The callers that wait for each look-up, by (source, host, like)
+        self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
+        # The keys of look-ups that have not begun: of names in the ini, and of strangers' names
         self.ini_lookups = collections.deque()
         self.stranger_lookups = collections.deque()
         self.is_busy = False                            # True while the thread looks a name up
-        # The number of strangers' look-ups that are waiting or under way, by source_keys()
-        self.lookups_by_source = collections.defaultdict(int)
-        # The sources whose look-ups began last, the latest at the end
-        self.recent_sources = collections.OrderedDict()
-        # The latest Lookup by its key. If it has LOOKUP_WAITERS waiters, another one replaces it
-        self.latest_lookups: Dict[Tuple[str, str, str], Lookup] = {}
+        self.shares = Shares()                          # strangers' look-ups that have not ended
 
     def resolve(self, host, done, source, like=""):
         """Look up a host name, and later call `done(address, now)`, with "" if it has no address.
@@ -14131,80 +13872,51 @@ class HostNames:
         are no limits. If the host has several addresses, `like` is preferred, and after that one of
         the same family. Raise Refused if this source, or all strangers together, have too many
         look-ups."""
-        lookup = Lookup(host, source, like, [done])
-        # If the same look-up is waiting already, `done` waits for that one
-        same_lookup = self.latest_lookups.get(lookup.key)
-        if same_lookup is not None and same_lookup.may_have_another_waiter():
-            same_lookup.waiters.append(done)
-            return
-        if source:
-            self.check_limits(source)
-            for key in source_keys(source):
-                self.lookups_by_source[key] += 1
-            self.stranger_lookups.append(lookup)
-        else:
-            self.ini_lookups.append(lookup)
-        self.latest_lookups[lookup.key] = lookup
+        key = source, host, like
+        waiters = self.waiters.get(key)
+        if source and waiters is None:
+            limits = LOOKUPS_PER_SOURCE, LOOKUPS_PER_NETWORK
+            for counted, limit in zip(source_keys(source), limits):
+                if self.shares.counts.get(counted, 0) >= limit:
+                    raise Refused("busy", "%d host names that this source has named are being "
+                                          "looked up; try again in a minute" % limit)
+            if len(self.stranger_lookups) >= LOOKUPS:
+                raise Refused("busy", "too many host names are being looked up; try again in a "
+                                      "minute")
+            self.shares.take(source)
+        if waiters is None:
+            waiters = self.waiters[key] = []
+            lookups = self.stranger_lookups if source else self.ini_lookups
+            lookups.append(key)
+        if source and len(waiters) >= LOOKUP_WAITERS:
+            raise Refused("busy", "%d servers of this source wait for the host name already; try "
+                                  "again in a minute" % LOOKUP_WAITERS)
+        waiters.append(done)
         self.start_next()
-
-    def check_limits(self, source):
-        """Raise Refused if this source, its network, or all strangers together have as many
-        look-ups as they may have."""
-        for key, source_limit in source_limits(source, LOOKUPS_PER_SOURCE):
-            limit = min(source_limit, LOOKUPS_PER_NETWORK)
-            if self.lookups_by_source.get(key, 0) >= limit:
-                raise Refused("busy", "%d host names that this source has named are being looked "
-                                      "up; try again in a minute" % limit)
-        if len(self.stranger_lookups) >= LOOKUPS:
-            raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
     def start_next(self):
         """Give the next look-up to the thread, unless it is still busy with another."""
-        if self.is_busy:
-            return
-        if self.ini_lookups:
-            lookup = self.ini_lookups.popleft()
-        elif self.stranger_lookups:
-            lookup = self.take_stranger_lookup()
-        else:
-            return
-        self.is_busy = True
-        job = functools.partial(resolve_host, lookup.host, lookup.like)
-        self.worker.submit(job, functools.partial(self.on_result, lookup))
+        lookups = self.ini_lookups or self.stranger_lookups
+        if lookups and not self.is_busy:
+            self.is_busy = True
+            key = lookups.popleft()
+            _, host, like = key
+            self.worker.submit(functools.partial(resolve_host, host, like),
+                               functools.partial(self.on_result, key))
 
-    def take_stranger_lookup(self):
-        """Remove the next look-up of a stranger from those that are waiting, and return it.
-
-        Sources take turns. The source whose last look-up began longest ago comes first, and before
-        it those that had none lately."""
-        no_turn_yet, first_turn = 0, 1
-        last_turns = {}
-        for turn, source in enumerate(self.recent_sources, first_turn):
-            last_turns[source] = turn
-
-        def last_turn(lookup):
-            """Return the number of the last turn that the source of a look-up had."""
-            return last_turns.get(source_key(lookup.source), no_turn_yet)
-
-        next_lookup = min(self.stranger_lookups, key=last_turn)
-        self.stranger_lookups.remove(next_lookup)
-        keep_latest(self.recent_sources, source_key(next_lookup.source), None, LOOKUP_TURNS)
-        return next_lookup
-
-    def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
+    def on_result(self, key, result, now):
         """Start the next look-up, and pass the result of this one to its waiters.
 
         `result` is the address, or the exception that the look-up has raised. In the second case
         the waiters get the address ""."""
         self.is_busy = False
-        if lookup.source:
-            for key in source_keys(lookup.source):
-                decrement(self.lookups_by_source, key)
-        if self.latest_lookups.get(lookup.key) is lookup:
-            del self.latest_lookups[lookup.key]
+        source, _, _ = key
+        if source:
+            self.shares.take(source, -1)
+        waiters = self.waiters.pop(key)
         self.start_next()
         address = result if isinstance(result, str) else ""
-        for done in lookup.waiters:
+        for done in waiters:
             done(address, now)
 
 
@@ -14213,8 +13925,6 @@ class HostNames:
 WEBHOOK_S = 10.0                    # the timeout of one attempt
 WEBHOOK_TRIES = 3                   # how many attempts a message gets
 WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
-# A message that cannot be delivered in this time is dropped: the players may have left again
-WEBHOOK_WITHIN_S = 2 * MINUTE
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
 # How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
 # any number of players for each
@@ -14248,16 +13958,6 @@ def post_url(url, media_type, body):
         return type(cause).__name__, ""
 
 
-def retry_pause(retry_after):
-    """Return the seconds to wait before the next attempt to deliver a message.
-
-    `retry_after` is the value of the header field Retry-After, or "". If it is not a number from 1
-    to 9999, the pause is WEBHOOK_RETRY_S."""
-    if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
-        return int(retry_after)
-    return WEBHOOK_RETRY_S
-
-
 class Webhook(WorkerThread):
     """A URL to which news is sent. It has a thread of its own, so one that hangs does not delay
     another."""
@@ -14281,28 +13981,26 @@ class Webhook(WorkerThread):
         """Send one message, in at most WEBHOOK_TRIES attempts.
 
         Give up at the time `until`, by time.monotonic(). A response with status 429 only asks for a
-        pause, and does not count as an attempt."""
+        pause, and does not count as an attempt. The log says when this webhook begins to fail and
+        when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
-            is_accepted = status.startswith("2")
-            self.log_change(is_accepted, status)
-            if is_accepted:
+            is_failing = not status.startswith("2")
+            if is_failing != self.is_failing:
+                self.is_failing = is_failing
+                log.warning("%s answers: %s", self.name, status)
+            if not is_failing:
                 return
             if status != "429":
                 attempts += 1
-            pause_s = retry_pause(retry_after)
+            pause_s = WEBHOOK_RETRY_S
+            if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
+                pause_s = int(retry_after)
             # Give up now if no further attempt can follow, so that the next message need not wait
             if attempts >= WEBHOOK_TRIES or time.monotonic() + pause_s > until:
                 return
             time.sleep(pause_s)
-
-    def log_change(self, is_accepted, status):
-        """Log the status of an attempt if this webhook has begun to fail or works again."""
-        is_failing = not is_accepted
-        if is_failing != self.is_failing:
-            self.is_failing = is_failing
-            log.warning("%s answers: %s", self.name, status)
 
 
 class News:
@@ -14323,9 +14021,8 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """Follow the servers of a Registry. `gauges` has figures for /metrics, by name.
-
-        One of them is the number of dropped messages."""
+        """`gauges` has figures for /metrics, by name. One of them is the number of dropped
+        messages."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
@@ -14337,7 +14034,7 @@ class News:
         self.sent_by_source = collections.OrderedDict()
         self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
-        registry.subscribe(self.on_registry_event, every_master=True)
+        registry.subscribe(self.note, every_master=True)
         self.read(settings)
 
     def read(self, settings):
@@ -14349,19 +14046,13 @@ class News:
         old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
-            old_hook = old_hooks.get(name)
-            if old_hook and old_hook.line == line:
-                self.hooks[name] = old_hook
-            else:
-                self.hooks[name] = Webhook(name, line)
-        for name, old_hook in old_hooks.items():
-            if self.hooks.get(name) is not old_hook:
-                old_hook.dismiss()
-
-    def stop(self):
-        """Send nothing more."""
-        for hook in self.hooks.values():
-            hook.dismiss()
+            hook = old_hooks.get(name)
+            if hook is None or hook.line != line:
+                hook = Webhook(name, line)
+            self.hooks[name] = hook
+        for hook in old_hooks.values():
+            if hook not in self.hooks.values():
+                hook.dismiss()
 
     def tick(self, now):
         """Note the time, and forget the servers that have left. This is called once a second.
@@ -14374,14 +14065,11 @@ class News:
                 self.below_threshold.discard(key)
         self.departed.clear()
 
-    def on_registry_event(self, event, server):
+    def note(self, event, server):
         """Remember a server that has fewer players than [notify] players, and publish a message as
-        soon as it has so many.
-
-        `event` is "listed", "changed" or "gone"."""
+        soon as it has so many. `event` is "listed", "changed" or "gone"."""
         key = server.key
         if event == "gone":
-            # The server may be listed again at once, so tick() finds out whether it has left
             if key in self.below_threshold:
                 self.departed.append(key)
             return
@@ -14389,7 +14077,9 @@ class News:
             # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
-        if not self.knows_players(server):
+        # A framed AIO server is listed before it is queried, and its players are not known then
+        if server.game == "aio" and not (
+                server.aio_published_name or server.version or server.max_players):
             return
         if server.players < self.settings["notify.players"]:
             self.below_threshold.add(key)
@@ -14398,74 +14088,51 @@ class News:
             if self.is_news(server):
                 self.publish(server)
 
-    @staticmethod
-    def knows_players(server):
-        """Return whether the number of players on a server is known. It is unknown for a framed AIO
-        server that has not answered a query yet: such a server is listed before it is queried."""
-        if server.game != "aio":
-            return True
-        return bool(server.aio_published_name or server.version or server.max_players)
-
     def is_news(self, server):
-        """Return whether to send a message about this server, which has just become popular enough.
-        """
-        games = self.settings["notify.games"]
-        again_after = self.settings["notify.again_after"]
-        if not self.hooks:
+        """Return whether there is a message about this server, which has just become popular
+        enough."""
+        settings, now = self.settings, self.now
+        games = settings["notify.games"]
+        again_after = settings["notify.again_after"]
+        if not self.hooks or (games and server.game not in games):
             return False
-        if games and server.game not in games:
-            return False
-        if self.settings["notify.official_only"] and not server.official:
+        if settings["notify.official_only"] and not server.official:
             return False
         # If this master could not hear the server's own master, that one has sent the message
-        if not self.follows(server, self.now):
+        if not self.follows(server, now):
             return False
         never = -math.inf
-        if self.now - self.sent_at.get(server.key, never) < again_after:
+        if now - self.sent_at.get(server.key, never) < again_after:
             return False
-        return not self.is_source_at_limit(server.source, again_after)
-
-    def is_source_at_limit(self, source, again_after):
-        """Return whether a source has had its NEWS_PER_SOURCE messages in the last `again_after`
-        seconds. Without this limit a stranger could list many servers with invented players, and
-        so fill the channel."""
-        for key, limit in source_limits(source, NEWS_PER_SOURCE):
+        # Otherwise a stranger could list many servers with invented players, and fill the channel
+        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
             sent_times = self.sent_by_source.get(key, ())
-            recent_times = [sent_at for sent_at in sent_times if self.now - sent_at < again_after]
-            if len(recent_times) >= limit:
-                return not self.registry.rules.exempts(source)
-        return False
+            recent_times = [sent_at for sent_at in sent_times if now - sent_at < again_after]
+            if len(recent_times) >= limit and not self.registry.rules.exempts(server.source):
+                return False
+        return True
 
     def publish(self, server):
-        """Record a message about this server, and send it if it is for this master to send it.
+        """Record a message about this server, and queue it for every webhook if it is for this
+        master to send it.
 
         If there were NEWS_PER_MINUTE messages in the last minute, the message is dropped and not
         recorded."""
-        if self.is_minute_full():
-            if self.sends(self.now):
-                self.gauges["news_dropped_total"] += 1
+        now, sends = self.now, self.sends(self.now)
+        times = self.recent_message_times
+        if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
+            self.gauges["news_dropped_total"] += sends
             return
-        self.recent_message_times.append(self.now)
-        keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
+        times.append(now)
+        keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = (*self.sent_by_source.get(key, ()), self.now)
+            sent_times = (*self.sent_by_source.get(key, ()), now)
             keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
-        if self.sends(self.now):
-            self.send(server)
-
-    def is_minute_full(self):
-        """Return whether there were NEWS_PER_MINUTE messages in the last minute."""
-        if len(self.recent_message_times) < NEWS_PER_MINUTE:
-            return False
-        oldest_time, *_ = self.recent_message_times
-        return self.now - oldest_time < MINUTE
-
-    def send(self, server):
-        """Queue the message about a server for every webhook, in the format of each. It is dropped
-        if it is not delivered within WEBHOOK_WITHIN_S."""
-        until = time.monotonic() + WEBHOOK_WITHIN_S
-        own_master = self.registry.master
-        json_entry = with_times(server_json(server), server, self.epoch, own_master)
+        if not sends:
+            return
+        # A message that is not delivered by then is dropped: the players may have left again
+        until = time.monotonic() + 2 * MINUTE
+        json_entry = with_times(server_json(server), server, self.epoch, self.registry.master)
         for hook in self.hooks.values():
             format_news = NEWS_FORMATS[hook.format]
             media_type, body = format_news(server, self.settings, json_entry)
@@ -14478,29 +14145,15 @@ class News:
 def file_stamps(settings):
     """Return the state of the ini and of the files that it names and that are read again.
 
-    It is a list with the file_stamp() of each, without files that do not exist. If it differs
-    from an earlier one, a file has changed."""
+    It is a list with a (path, modification time, change time, size) of each, without files that do
+    not exist. The change time shows that the rights to read a file have changed."""
     stamps = []
     names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
-        stamps += file_stamp(path)
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            stamps.append((path, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return stamps
-
-
-def file_stamp(path):
-    """Return [(path, modification time, change time, size)] for a file, or [] if it does not exist.
-
-    The change time shows that the rights to read it have changed."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return [(path, status.st_mtime_ns, status.st_ctime_ns, status.st_size)]
-    return []
-
-
-def country_stamp(settings):
-    """Return the path of the file with the countries, and its file_stamp()."""
-    path = settings.file("http.countries")
-    return path, file_stamp(path)
 
 
 def load_country_file(settings):
@@ -14512,11 +14165,7 @@ def load_country_file(settings):
     if not path:
         return None
     try:
-        check_is_file(path)
-        if os.path.getsize(path) > 200 << 20:           # one with all cities has 60 MB
-            raise ValueError("larger than 200 MB")
-        with open(path, "rb") as file:
-            return CountryFile(file.read())
+        return CountryFile(read_file(path, 200 << 20))      # one with all cities has 60 MB
     except (Malformed, OSError, ValueError) as error:
         raise SettingsError("[http] countries = %s: %s" % (path, error_text(error))) from None
 
@@ -14528,12 +14177,16 @@ def country_file_text(country_file):
 
 def read_text_files(settings):
     """Read the files that the settings in TEXT_FILES name into `settings.texts`; the text is "" for
-    a setting that names none. Raise SettingsError if a file cannot be read, or if the template of
-    the list page is wrong."""
+    a setting that names none. Raise SettingsError if a file cannot be read or is not UTF-8, or if
+    the template of the list page is wrong."""
     for name in TEXT_FILES:
         path = settings.file(name)
+        text = ""
         try:
-            text = read_text_file(path) if path else ""
+            if path:
+                check_is_file(path)
+                with open(path, encoding="utf-8-sig") as file:
+                    text = file.read()
             if name == "http.template":
                 check_list_template(text)
         except (OSError, ValueError) as error:
@@ -14542,11 +14195,13 @@ def read_text_files(settings):
         settings.texts[name] = text
 
 
-def read_text_file(path):
-    """Return the text of a UTF-8 file, without a byte order mark. Raise OSError if it cannot be
-    read, and ValueError if it is not a plain file or not UTF-8."""
+def read_file(path, max_bytes):
+    """Return the bytes of a file. Raise OSError if it cannot be read, and ValueError if it is no
+    plain file or has more than `max_bytes`."""
     check_is_file(path)
-    with open(path, encoding="utf-8-sig") as file:
+    if os.path.getsize(path) > max_bytes:
+        raise ValueError("larger than %d MB" % (max_bytes >> 20))
+    with open(path, "rb") as file:
         return file.read()
 
 
@@ -14584,16 +14239,13 @@ def adopt_settings(settings, new_settings):
     return changed_names
 
 
-WINDOWS_DESCRIPTORS = 512               # select() of Python on Windows takes no more sockets
-
-
 def descriptor_limit(raise_to=0):
     """Return the number of files and sockets that this process may have open.
 
     If the limit is below `raise_to`, raise it first, as far as the system allows."""
     if WINDOWS:
-        return WINDOWS_DESCRIPTORS
-    limit = DESCRIPTORS_UNTOLD
+        return 512                      # select() of Python on Windows takes no more sockets
+    limit = 256                         # macOS's, if the system does not tell it
     # A sandbox may forbid to read the limit or to raise it. The limit then stays as it was
     with contextlib.suppress(OSError, ValueError):
         limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -14606,7 +14258,6 @@ def descriptor_limit(raise_to=0):
 
 DOCUMENTATION_ADDRESS = "192.0.2.1"     # reserved by RFC 5737; stands for any host on the internet
 DOCUMENTATION_ADDRESS_IPV6 = "2001:db8::1"      # reserved by RFC 3849
-DISCARD_PORT = 9                        # any port would do, because nothing is sent
 
 
 def own_address(destination=DOCUMENTATION_ADDRESS):
@@ -14617,7 +14268,7 @@ def own_address(destination=DOCUMENTATION_ADDRESS):
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((destination, DISCARD_PORT))
+            sock.connect((destination, 9))      # any port would do
             address, *_ = sock.getsockname()
             return address
     except OSError:
@@ -14632,30 +14283,33 @@ def resolve_host(host, like=""):
     addresses = host_addresses(host)
     if like in addresses:
         return like
-    like_is_ipv6 = ":" in like
-    for address in addresses:
-        is_ipv6 = ":" in address
-        if is_ipv6 == like_is_ipv6:
-            return address
-    first_address, *_ = addresses
+    same_family = [address for address in addresses if (":" in address) == (":" in like)]
+    first_address, *_ = same_family or addresses
     return first_address
 
 
 def host_addresses(host):
     """Look up a host and return its addresses, IPv4 first. If this machine has a route to some of
     them, return only those. Raise OSError if the host is not found."""
-    ipv4_addresses, ipv6_addresses = [], []
+    addresses = []
     # With a socket type the system returns each address once, and not once for every type
-    for family, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+    for _, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
         address, *_ = sockaddr
-        if family == socket.AF_INET:
-            ipv4_addresses.append(canonical_address(str(address)))
-        else:
-            ipv6_addresses.append(canonical_address(str(address)))
+        addresses.append(canonical_address(str(address)))
     # A dict drops what the hosts file or the name server has twice, and keeps the order
-    all_addresses = list(dict.fromkeys(ipv4_addresses + ipv6_addresses))
-    reachable_addresses = [address for address in all_addresses if own_address(address)]
-    return reachable_addresses or all_addresses
+    addresses = sorted(dict.fromkeys(addresses), key=lambda address: ":" in address)
+    reachable_addresses = [address for address in addresses if own_address(address)]
+    return reachable_addresses or addresses
+
+
+# Options that accepted connections inherit. Writes are sent at once. A dead peer is found after two
+# minutes, also while sent data is unacknowledged (TCP_USER_TIMEOUT, in milliseconds). macOS has
+# other names for some, and Windows lacks them
+TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
+               ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
+               ("TCP_USER_TIMEOUT", 120_000))
+# Ever larger receive buffers are requested; the largest that the system grants stays in force
+UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
 
 
 def bound_socket(family, transport, address, port):
@@ -14677,7 +14331,11 @@ def bound_socket(family, transport, address, port):
             # Otherwise a restart would have to wait until old connections have timed out
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
-        set_options(sock, TCP_OPTIONS if is_tcp else UDP_OPTIONS)
+        for name, value in TCP_OPTIONS if is_tcp else UDP_OPTIONS:
+            level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
+            # This system may lack the option or refuse it
+            with contextlib.suppress(AttributeError, OSError):
+                sock.setsockopt(level, getattr(socket, name), value)
         if is_tcp:
             sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -14685,15 +14343,6 @@ def bound_socket(family, transport, address, port):
     except BaseException:
         sock.close()
         raise
-
-
-def set_options(sock, options):
-    """Set socket options, given as (name, value) pairs. An option that this system lacks or refuses
-    is skipped."""
-    for name, value in options:
-        level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
-        with contextlib.suppress(AttributeError, OSError):
-            sock.setsockopt(level, getattr(socket, name), value)
 
 
 # --- Several masters, one list -------------------------------------------------------------------
@@ -16501,8 +16150,6 @@ class Upstreams:
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-LOOP_DELAY_FADES = 0.99             # factor for each second: a long delay is shown for minutes
-WAKE_BYTES = 4096                   # read at once from the socket that wakes the event loop
 ANY_FREE_PORT = 0
 
 
@@ -16516,8 +16163,8 @@ class MasterServer:
     on_event   called as on_event(event, server), in the serving thread; the event is "listed",
                "changed" or "gone". It must be quick, must not change anything, and may call stop().
                An exception that it raises is logged.
-    reload     called when the ini or a text file has changed; returns the new Settings or raises
-               SettingsError. If it is None, the settings never change.
+    reload     called in a thread of its own when the ini or a text file has changed; returns the
+               new Settings or raises SettingsError. If it is None, the settings never change.
 
     run() serves in the calling thread, and start() in a thread of its own, both until stop(). An
     instance runs once. `listeners` has the address and port of every socket. One process can have
@@ -16534,6 +16181,9 @@ class MasterServer:
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
     events_this_second = 0          # servers that were listed or have left since the last tick
+    certificate_trouble = ""        # why the present files could not be used
+    next_certificate_warning = 0.0
+    is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
@@ -16541,18 +16191,14 @@ class MasterServer:
         """Create everything that does not need a socket, and read the text files that the settings
         name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.read_settings: Any = reload
+        self.file_stamps = file_stamps(self.settings)
         read_text_files(self.settings)
         self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
-        self.certificate_trouble = ""       # why the present files could not be used
-        self.country_stamp: Any = country_stamp(self.settings)
-        country_file = load_country_file(self.settings)
-        self.next_certificate_warning = 0.0
-        self.read_settings: Any = reload
-        self.file_stamps = file_stamps(self.settings)
         self.rules = Rules(self.settings)
-        self.rules.country_file = country_file
+        self.rules.country_file = load_country_file(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
         # These five are described in Core
@@ -16566,7 +16212,7 @@ class MasterServer:
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
-        self.connections_by_source = collections.defaultdict(int)
+        self.connections_by_source = Shares()
         # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
         self.stopping = False
@@ -16654,30 +16300,23 @@ class MasterServer:
         arrived already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
         deadline = now + STOP_S
-        self.close_listeners(now)
-        if self.connections:
-            self.handle_events(now)             # read the requests that are here, without waiting
-        while now < deadline and self.has_unfinished_answers():
-            self.handle_events(deadline)
-            now = time.monotonic()
-
-    def close_listeners(self, now):
-        """Close the listening sockets, after accepting the connections in their backlogs: closing
-        would reset these."""
         for listener in self.tcp_listeners:
+            # Closing would reset the connections in the backlog, so they are accepted first
             self.guarded(listener.on_readable, now)
             if not listener.is_paused:          # a paused listener is not in the selector
                 self.selector.unregister(listener.sock)
             listener.sock.close()
         self.tcp_listeners.clear()
+        if self.connections:
+            self.handle_events(now)             # read the requests that are here, without waiting
 
-    def has_unfinished_answers(self):
-        """Does a connection have an answer that is still being made, or is not written yet?"""
-        for connection in self.connections:
-            is_being_made = connection.events == NO_EVENTS
-            if is_being_made or connection.unsent:
-                return True
-        return False
+        def is_unfinished(connection):
+            """Is an answer still being made, or not written yet?"""
+            return connection.events == NO_EVENTS or connection.unsent
+
+        while now < deadline and any(map(is_unfinished, self.connections)):
+            self.handle_events(deadline)
+            now = time.monotonic()
 
     def close(self):
         """Save the list once more and close everything.
@@ -16694,16 +16333,13 @@ class MasterServer:
         elif self.database:
             self.database.close()
         self.host_names.worker.stop(timeout=0.0)        # nobody waits for its look-ups any more
-        self.news.stop()
+        for hook in self.news.hooks.values():
+            hook.dismiss()
         if self.upstreams:
             self.upstreams.thread.stop(timeout=0.0)
         if self.link:
             self.link.close()
         self.run_posted_calls(now)                      # with the results of the threads' last jobs
-        self.close_sockets()
-
-    def close_sockets(self):
-        """Close all sockets and the selector."""
         for owner in (*self.udp_sockets, *self.tcp_listeners, *self.connections):
             owner.sock.close()
         self.tcp_listeners.clear()
@@ -16747,14 +16383,11 @@ class MasterServer:
         This is called once a second. A fault in one of these does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
-        self.busy_s *= LOOP_DELAY_FADES
+        self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
             self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
-        if self.rules.country_trouble:
-            report(self.health, "countries",
-                   "the file is damaged: " + self.rules.country_trouble)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
@@ -16764,9 +16397,16 @@ class MasterServer:
             self.guarded(self.saved_list.tick, now, time.time())
         else:
             self.registry.altered.clear()       # nobody else empties this set
-        self.log_unlogged_events()
-        if self.read_settings and file_stamps(self.settings) != self.file_stamps:
-            self.guarded(self.reload, now)
+        if self.rules.country_trouble:
+            report(self.health, "countries",
+                   "the file is damaged: " + self.rules.country_trouble)
+        if self.events_this_second > LOGGED_EVENTS:
+            log.info("%d more servers listed or removed in the last second",
+                     self.events_this_second - LOGGED_EVENTS)
+        self.events_this_second = 0
+        if self.read_settings and not self.is_looking_at_files:
+            self.is_looking_at_files = True
+            self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
     def check_certificate(self, certificate, now, wall):
         """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
@@ -16776,28 +16416,30 @@ class MasterServer:
         self.health.pop("certificate", None)
         if self.certificate_trouble:
             self.health["certificate"] = self.certificate_trouble
-        if left_s > CERTIFICATE_WARNING_S:
+        # Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days
+        # after their begin. So with 14 days left, something is wrong
+        if left_s > 14 * DAY:
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
-            trouble = "the certificate for HTTPS expires in %d days" % (left_s // DAY)
+            expires_on = utc_datetime(certificate.expires).date()
+            trouble = "the certificate for HTTPS expires on %s" % expires_on
         self.health["certificate"] = trouble
         if now >= self.next_certificate_warning:
             self.next_certificate_warning = now + DAY
             log.warning("%s; renew [http] certificate", trouble)
 
     def tick_protocol(self, protocol, now):
-        """Call a protocol's tick(), and send the (data, peer) pairs that it returns.
-
-        They are sent from the protocol's first socket of the peer's address family. An operator
-        who binds several addresses therefore puts the one that can reach all peers first. If there
-        is no socket of that family, a datagram is dropped."""
+        """Call a protocol's tick(), and send the (data, peer) pairs that it returns."""
         for data, peer in protocol.tick(now) or ():
             self.send_from(protocol, data, peer)
 
     def send_from(self, protocol, data, peer):
         """Send a datagram from a protocol's first socket of the peer's address family, or drop it
-        if there is none."""
+        if there is none.
+
+        An operator who binds several addresses therefore puts the one that can reach all peers
+        first."""
         address, *_ = peer
         is_ipv6 = ":" in address
         udp_socket = self.tick_sockets.get((protocol, is_ipv6))
@@ -16818,13 +16460,6 @@ class MasterServer:
         if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
-
-    def log_unlogged_events(self):
-        """Log how many events log_event() has left out in the last second, and reset the count."""
-        if self.events_this_second > LOGGED_EVENTS:
-            log.info("%d more servers listed or removed in the last second",
-                     self.events_this_second - LOGGED_EVENTS)
-        self.events_this_second = 0
 
     def guarded(self, call, *arguments):
         """Call a function with these arguments. If it raises an exception, log that as a fault of
@@ -16853,7 +16488,7 @@ class MasterServer:
     def on_wake(self, now):
         """Make the posted calls. Read the bytes of wake() first, so that the selector does not
         return for them again."""
-        self.wake_in.recv(WAKE_BYTES)
+        self.wake_in.recv(4096)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
@@ -16874,7 +16509,9 @@ class MasterServer:
         core = self.core()
         problems = []
         for entry in PROTOCOLS:
-            ports = self.ports_of(entry)
+            ports = self.settings[entry.setting] if entry.setting else ANY_FREE_PORT
+            if not isinstance(ports, tuple):
+                ports = () if ports is None else (ports,)
             tls_ports = self.settings[entry.tls_setting] if entry.tls_setting else ()
             if not ports and not tls_ports:
                 continue
@@ -16893,18 +16530,6 @@ class MasterServer:
             protocols = [protocol for protocol in self.protocols if protocol is not self.news]
             self.saved_list.restore(time.monotonic(), time.time(), protocols)
 
-    def ports_of(self, entry):
-        """Return a tuple of the ports in a ProtocolEntry's setting; ANY_FREE_PORT may be one of
-        them. Return () if the setting is empty, which switches the protocol off."""
-        if not entry.setting:
-            return (ANY_FREE_PORT,)
-        value = self.settings[entry.setting]
-        if value is None:
-            return ()
-        if isinstance(value, tuple):
-            return value
-        return (value,)
-
     def core(self):
         """Return a new Core, the parts of this program that every protocol is given."""
         return Core(
@@ -16920,16 +16545,9 @@ class MasterServer:
             health=self.health,
             listeners=self.listeners,
             gauges=self.gauges,
-            hourly_players=self.hourly_players,
+            hourly_players=lambda: self.saved_list.hourly_players if self.saved_list else {},
             cluster=self.cluster,
             upstream=self.upstream)
-
-    def hourly_players(self):
-        """Return the last day's hourly player counts, lists by the server's key. Return {} if there
-        is no database."""
-        if self.saved_list is None:
-            return {}
-        return self.saved_list.hourly_players
 
     def open_sockets(self, entry, protocol, ports):
         """Bind a protocol's sockets: one for each of these ports at each address of the setting
@@ -16949,18 +16567,13 @@ class MasterServer:
                 may_lack_ipv6 = host == "::" and len(hosts) > 1
                 if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", entry.name, error)
-                else:
-                    problems.append(self.bind_problem(entry, host, port, error))
+                    continue
+                section, key = (entry.setting or "server.bind").split(".")
+                problems.append(
+                    "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
+                        entry.name, entry.transport.upper(), endpoint_text(host, port),
+                        error.strerror or error, section, key))
         return problems
-
-    @staticmethod
-    def bind_problem(entry, host, port, error):
-        """Return a message that says which address and port could not be bound, why, and which
-        settings to change. `error` is the OSError."""
-        section, key = (entry.setting or "server.bind").split(".")
-        return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
-            entry.name, entry.transport.upper(), endpoint_text(host, port),
-            error.strerror or error, section, key)
 
     def open_socket(self, entry, protocol, host, port):
         """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
@@ -16972,73 +16585,71 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
-            self.tcp_listeners.append(tcp_listener)
-            on_readable = tcp_listener.on_readable
+            owner: Any = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
+            self.tcp_listeners.append(owner)
         else:
-            udp_socket = self.create_udp_socket(entry, protocol, sock, tally)
-            self.tick_sockets.setdefault((protocol, is_ipv6), udp_socket)
-            on_readable = udp_socket.on_readable
-        self.selector.register(sock, selectors.EVENT_READ, on_readable)
-
-    def create_udp_socket(self, entry, protocol, sock, tally):
-        """Return a new UdpSocket for a bound socket, and add it to `udp_sockets`."""
-        limiter = self.rules.datagram_limiter
-        if protocol is self.poller:             # it receives answers to our own queries
-            limiter = self.rules.answer_limiter
-        udp_socket = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
-        self.udp_sockets.append(udp_socket)
-        return udp_socket
+            limiter = self.rules.datagram_limiter
+            if protocol is self.poller:             # it receives answers to our own queries
+                limiter = self.rules.answer_limiter
+            owner = UdpSocket(entry.name, sock, protocol, tally, limiter, self.vector)
+            self.udp_sockets.append(owner)
+            self.tick_sockets.setdefault((protocol, is_ipv6), owner)
+        self.selector.register(sock, selectors.EVENT_READ, owner.on_readable)
 
     # Settings
 
+    def on_file_stamps(self, stamps, now):
+        """Read the settings again if the disk thread has found that a file has changed."""
+        self.is_looking_at_files = False
+        if stamps != self.file_stamps and not isinstance(stamps, Exception):
+            self.file_stamps = stamps
+            self.reload(now)
+
     def reload(self, now):
-        """Read the settings and the text files that they name again, and apply what has changed. If
-        there is an error anywhere, log it and keep all old settings."""
-        self.file_stamps = file_stamps(self.settings)
-        try:
+        """Have the disk thread read the settings and the text files that they name again."""
+
+        def read():
             new_settings = self.read_settings()
             # Without its file every setting would fall back to its default
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
             read_text_files(new_settings)
-        except SettingsError as error:
-            log.error("the old settings stay in force: %s", error)
+            return new_settings
+
+        self.disk.submit(read, self.on_settings_read)
+
+    def on_settings_read(self, result, now):
+        """Apply what has changed in the Settings that the disk thread has read, and have it read
+        the certificate and the countries. If `result` is an exception, keep all old settings."""
+        if isinstance(result, Exception):
+            log.error("the old settings stay in force: %s", result)
             return
-        # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
-        # names another file, the next tick sees a difference and calls reload() once more
-        changed = adopt_settings(self.settings, new_settings)
-        if self.certificate:
-            self.renew_certificate(self.certificate)
-        self.renew_country_file()
+        # `file_stamps` has the stamps of the files that the old settings name. If the ini now names
+        # another file, the next tick sees a difference and has all read once more
+        changed = adopt_settings(self.settings, result)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
+        if self.certificate:
+            load = functools.partial(load_certificate, self.settings)
+            self.disk.submit(load, self.on_certificate)
+        if self.settings["http.countries"] or self.rules.country_file:
+            load = functools.partial(load_country_file, self.settings)
+            self.disk.submit(load, self.on_country_file)
 
-    def renew_certificate(self, old_certificate):
-        """Take the certificate from its files again. If they cannot be used, log why, and keep the
-        old one."""
-        try:
-            certificate = load_certificate(self.settings)
-        except SettingsError as error:
-            self.certificate_trouble = str(error)
-            log.error("the old certificate stays in force: %s", error)
+    def on_certificate(self, result, now):
+        """Use the Certificate that the disk thread has loaded. If `result` is an exception, log it,
+        and keep the old certificate."""
+        if isinstance(result, Exception):
+            self.certificate_trouble = str(result)
+            log.error("the old certificate stays in force: %s", result)
             return
-        self.certificate = certificate
-        self.certificate_trouble = ""
-        if certificate.expires != old_certificate.expires:
+        if result.expires != self.certificate.expires:
             self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
-                     utc_datetime(certificate.expires).date())
-
-    def renew_country_file(self):
-        """Have the disk thread read the file with the countries again, if it has changed."""
-        stamp = country_stamp(self.settings)
-        if stamp == self.country_stamp:
-            return
-        self.country_stamp = stamp
-        load = functools.partial(load_country_file, self.settings)
-        self.disk.submit(load, self.on_country_file)
+                     utc_datetime(result.expires).date())
+        self.certificate = result
+        self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
         """Use the CountryFile that the disk thread has read, or None if the settings name none.
@@ -17046,7 +16657,6 @@ class MasterServer:
         If `result` is an exception, log it, and keep the old file."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
-            self.country_stamp = None           # the next reload tries again
             return
         self.health.pop("countries", None)
         self.rules.country_file, self.rules.country_trouble = result, ""
