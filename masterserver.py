@@ -11645,7 +11645,7 @@ class Web(TcpProtocol):
             game, port = request.announced
             self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
                                          str(refused))
-            status = REFUSED_STATUS.get(refused.outcome, 403)
+            status = {"bad packet": 400, "limit": 429, "busy": 429}.get(refused.outcome, 403)
             raise HttpError(status, str(refused)) from None
 
     def charge(self, request, tokens):
@@ -12264,13 +12264,7 @@ def get_history_json(web, request):
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
 ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after half of this
-# The HTTP statuses of refused announcements by their outcomes. For all others it is 403
-REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
-# In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
-# and each may be written as three, such as %F0. A character of a field's name takes three
-FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
-FORM_NAME_BYTES = 3 * len("max_players")
 
 
 def announced_text(value, max_characters):
@@ -12386,11 +12380,15 @@ def form_values(pairs):
     """Return the values in the pairs of an urlencoded form, by the names in ANNOUNCED_FIELDS.
 
     If a name occurs twice, its last value counts."""
+    # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and each
+    # may be written as three, such as %F0. A character of a field's name takes three
+    value_bytes = 12 * TEXT_CHARACTERS
+    name_bytes = 3 * len("max_players")
     raw_values = {}
     for pair in pairs:
         name, _, value = pair.partition(b"=")
-        raw_name = urllib.parse.unquote_to_bytes(name[:FORM_NAME_BYTES])
-        raw_values[raw_name] = value[:FORM_VALUE_BYTES]
+        raw_name = urllib.parse.unquote_to_bytes(name[:name_bytes])
+        raw_values[raw_name] = value[:value_bytes]
     values = {}
     for name in ANNOUNCED_FIELDS:
         raw_value = raw_values.get(name.encode())
