@@ -196,12 +196,9 @@ HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
 # An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
 # longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# The next two limits bound the time for a body of that size to 3 ms.
-# Luanti's announcements have 27 fields, those of other games have 10
+# With so many, a body of that size takes 3 ms. Luanti's announcements have 27 fields, those of
+# other games have 10
 ANNOUNCED_FIELDS_MAX = 64
-# The digits of a number in JSON. A float has up to 309 before its point. The time that int() takes
-# grows with the square of the digits
-NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
 # A kept connection may have no request for this long. The page sends one every 5 s
 HTTP_IDLE_S = 30.0
@@ -1149,7 +1146,6 @@ class Tally:
     """The counters of one protocol for /metrics. METRICS (section 9) explains each of them."""
 
     def __init__(self):
-        """Begin with all counters at 0."""
         self.received = 0
         self.sent = 0
         self.bytes_in = 0
@@ -1163,17 +1159,16 @@ class Tally:
 
 # Text
 
-# Escape sequences (ECMA-48): control sequences such as colours, control strings, all others
-CONTROL_SEQUENCE = "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
-STRING_START, STRING_TEXT = "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])", "[^\x07\x1b\x90\x98\x9c-\x9f]*"
-STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
-OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
-ESCAPE_SEQUENCE = re.compile("|".join(
-    (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
+# Escape sequences (ECMA-48)
+ESCAPE_SEQUENCE = re.compile("|".join((
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]",                # control sequences such as colours
+    "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])"               # control strings: their start, text and end
+    "[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)",
+    "\x1b[ -/]*[0-~]?")))                               # all others
 # Characters that look like spaces. Each run of them becomes one space, so that nobody can imitate
 # another name with look-alike spaces.
 BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
-INVISIBLE_RANGES = (
+INVISIBLE = re.compile("[%s]" % "".join((
     "\0-\x1f\x7f-\x9f",                             # control characters
     "\xad\u034f\u180b-\u180f",                      # soft hyphen, joiners, variation selectors
     "\u115f\u1160\u17b4\u17b5\u3164\uffa0",         # Hangul fillers, Khmer vowels
@@ -1182,15 +1177,11 @@ INVISIBLE_RANGES = (
     "\ufe00-\ufe0f\ufeff\ufff0-\ufffb",             # variation selectors, byte order mark, specials
     "\ufffe\uffff\ud800-\udfff",                    # no characters; surrogates
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a",   # shorthand and music formatting
-    "\U000e0000-\U000e0fff",                        # tags
-)
-INVISIBLE = re.compile("[%s]" % "".join(INVISIBLE_RANGES))
-ACCENT_RANGES = (
+    "\U000e0000-\U000e0fff")))                      # tags
+ACCENT = "[%s]" % "".join((
     "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff",      # combining marks
     "\u20d0-\u20ff\ufe20-\ufe2f",                   # for symbols, half marks
-    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
-)
-ACCENT = "[%s]" % "".join(ACCENT_RANGES)
+    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e"))     # Cyrillic, Hebrew, Thai
 # The accents after the third on one letter, because no script uses more than three
 EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
@@ -1209,18 +1200,15 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode UTF-8 and clean the text.
-
-    An incomplete character at the end is dropped. Other invalid bytes become U+FFFD."""
+    """Decode UTF-8 and clean the text. An incomplete character at the end is dropped."""
     text, _ = codecs.utf_8_decode(raw, "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode bytes of an unknown encoding and clean the text.
+    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252.
 
-    The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
-    end. Otherwise it is assumed to be Windows-1252."""
+    An incomplete character at the end of UTF-8 is dropped."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -1233,7 +1221,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes before the first NUL, or all of them if there is no NUL."""
+    """Return the bytes before the first NUL, if there is one."""
     text, _, _ = data.partition(b"\0")
     return text
 
@@ -1255,13 +1243,11 @@ DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    """Return the JSON object in these bytes as a dict.
-
-    Raise Malformed if they are not an object in UTF-8, or if they have so many digits in a row that
-    reading them as a number would take long."""
+    """Return the JSON object in these bytes, which are UTF-8. Raise Malformed."""
+    # A float has up to 309 digits before its point. The time of int() grows with their square
     numbers = raw.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > NUMBER_DIGITS:
-        raise Malformed("more than %d digits in a row" % NUMBER_DIGITS)
+    if max(map(len, numbers), default=0) > 400:
+        raise Malformed("more than 400 digits in a row")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -1292,25 +1278,21 @@ def json_levels(value, limit):
 # Numbers and tables
 
 def clamp(value, high=PLAYERS_MAX):
-    """Return the value, or 0 if it is less than 0, or `high` if it is more than `high`."""
+    """Return the number from 0 to `high` that is nearest to the value."""
     if value < 0:
         return 0
-    if value > high:
-        return high
-    return value
+    return high if value > high else value
 
 
 def decrement(counts, key):
-    """Decrement the count of a key in a dict of counts. Delete the key if its count becomes 0."""
+    """Decrement a count in a dict. Delete it if it becomes 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
 
 
 def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict, and move it to the end, where the latest keys are.
-
-    If that makes more than `limit` keys, delete the oldest."""
+    """Set a key of an OrderedDict as its latest. If there are more than `limit`, delete the oldest."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > limit:
@@ -1320,9 +1302,8 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an IP address in the one form that lists and limits use.
-
-    An IPv4-mapped IPv6 address becomes IPv4, and the scope of an IPv6 address is removed."""
+    """Return an IP address in the one form that lists and limits use: IPv4 that is mapped to IPv6
+    becomes IPv4, and the scope of an IPv6 address is removed."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1330,7 +1311,7 @@ def canonical_address(address):
 
 
 def parse_ipv6(address):
-    """Parse an IPv6 address, and return an IPv6Address without its scope, such as %eth0."""
+    """Return an IPv6Address without its scope, such as %eth0."""
     without_scope, _, _ = address.partition("%")
     return ipaddress.IPv6Address(without_scope)
 
@@ -1341,18 +1322,14 @@ def is_loopback(address):
 
 
 def ipv4_bytes(address):
-    """Return the four bytes of an IPv4 address."""
     return ipaddress.IPv4Address(address).packed
-
-
-# This bit is set in the numbers of IPv6 addresses, so that none equals that of an IPv4 address
-IPV6_NUMBERS = 1 << 128
 
 
 def address_number(address):
     """Return an IP address as a number. For IPv4 this takes a third of the time of ipaddress."""
     if ":" in address:
-        return IPV6_NUMBERS | int(parse_ipv6(address))
+        # This bit is set so that no IPv6 address has the number of an IPv4 address
+        return 1 << 128 | int(parse_ipv6(address))
     a, b, c, d = address.split(".")
     return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
 
@@ -1364,11 +1341,8 @@ class Networks:
     depend on the number of networks. In a flood it is done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """Take the networks of the module ipaddress, and a dict with the labels of some of them.
-
-        The label of any other network is ""."""
-        if labels is None:
-            labels = {}
+        """Take networks of the module ipaddress, and the labels of some; the others' are ""."""
+        labels = labels or {}
         labels_by_bits = collections.defaultdict(dict)
         for network in networks:
             host_bits = network.max_prefixlen - network.prefixlen
@@ -1379,9 +1353,9 @@ class Networks:
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that contains an address.
+        """Return the label of the smallest network that contains an address, or None.
 
-        `number` is the address_number() of the address. Return None if no network contains it."""
+        `number` is the address_number() of the address."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1389,11 +1363,9 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        """Does a network of the set contain this address?"""
         return self.find(address_number(address)) is not None
 
     def __bool__(self):
-        """Is there any network in the set?"""
         return bool(self.by_host_bits)
 
 
@@ -1420,9 +1392,7 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 # to which the tree leads, and at the end a section with a description of the file.
 
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
-MMDB_MARKER_WITHIN = 128 << 10                  # bytes at the end of the file
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
-
 # The types of values. 0 says that the type is in the next byte, less 7
 MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
@@ -1444,12 +1414,11 @@ class MmdbSection:
     it. The size of a pointer is the position to which it leads. Any fault raises Malformed."""
 
     def __init__(self, data, values_left):
-        """Take the bytes of the section, a memoryview, and how many values may be read."""
+        """`data` is a memoryview, `values_left` is how many values may be read."""
         self.data = data
         self.values_left = values_left
 
     def value(self, position):
-        """Return the value at this position, as the class describes it."""
         self.values_left -= 1
         if self.values_left < 0:
             raise Malformed("too many values")
@@ -1484,7 +1453,6 @@ class MmdbSection:
         return MMDB_POINTER, target, position, position + size_bytes
 
     def number(self, start, size):
-        """Return the number in these bytes."""
         if start + size > len(self.data):
             raise Malformed("a value beyond the end of the file")
         return int.from_bytes(self.data[start:start + size], "big")
@@ -1502,13 +1470,13 @@ class MmdbSection:
         return position
 
     def follow(self, position):
-        """Return the value at this position or, if it is a pointer, the one that it leads to."""
-        value = kind, target, _, _ = self.value(position)
+        """Return the value at this position or, if that is a pointer, where it leads to."""
+        kind, size, start, end = self.value(position)
         if kind == MMDB_POINTER:
-            value = kind, _, _, _ = self.value(target)
+            kind, size, start, end = self.value(size)
             if kind == MMDB_POINTER:
                 raise Malformed("a pointer to a pointer")
-        return value
+        return kind, size, start, end
 
     def member(self, position, name):
         """Return the position of the member with this name in the map at a position.
@@ -1527,14 +1495,12 @@ class MmdbSection:
         return None
 
     def text(self, position):
-        """Return the bytes of the text at this position."""
         kind, size, start, end = self.follow(position)
         if kind != MMDB_TEXT or size > NAME_CHARACTERS:
             raise Malformed("no text where one has to be, or a long one")
         return bytes(self.data[start:end])
 
     def member_number(self, position, name):
-        """Return the member with this name, which has to be a number."""
         member = self.member(position, name)
         if member is not None:
             kind, size, start, _ = self.follow(member)
@@ -1550,12 +1516,13 @@ class CountryFile:
     built       when it was made, in seconds since 1970"""
 
     def __init__(self, data):
-        """Read the description of the file, whose bytes are `data`. Raise Malformed if this is no
-        MMDB file, or if it is broken."""
+        """Read the description of the file, whose bytes are `data`. Raise Malformed if that cannot
+        be done."""
         self.data = data
         if data.startswith(b"\x1f\x8b"):
             raise Malformed("it is compressed; unpack it, as with gunzip or tar")
-        data_end = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
+        # The description has 128 kB at most
+        data_end = data.rfind(MMDB_MARKER, max(0, len(data) - (128 << 10)))
         if data_end < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")
         # This takes up to 5 ms, once
@@ -1582,10 +1549,8 @@ class CountryFile:
         self.ipv4_root = self.walk(0, 0, 96) if self.ip_version == 6 else 0
 
     def country(self, address):
-        """Return the country of an IP address: two letters in lower case, or "" if the file has
-        none for it. Raise Malformed if the file is broken.
-
-        The address is written as canonical_address() writes it."""
+        """Return the country of a canonical_address(): two letters in lower case, or "" if the file
+        has none for it. Raise Malformed if the file is damaged there."""
         if ":" not in address:
             place = self.walk(self.ipv4_root, address_number(address), 32)
         elif self.ip_version == 6:
@@ -2767,10 +2732,8 @@ class BlockForm(NamedTuple):
         return sample_time // self.covers * self.covers
 
     def oldest_kept(self, wall):
-        """Return the start time of the oldest block that must be kept.
-
-        Blocks are kept for an hour longer than series show them, because a series may have ended up
-        to 16 minutes ago."""
+        """Return the start time of the oldest block that must be kept."""
+        # An hour longer than series show it, because a series may have ended 16 minutes ago
         return self.block_start(int(wall) - self.kept - HOUR)
 
     def counts(self, blocks, times):
@@ -2830,9 +2793,8 @@ FIRST_FIELDS = (
 
 
 class ListedRow(NamedTuple):
-    """A listed server as it is stored, and as masters send it to each other.
-
-    All times are in seconds since 1970."""
+    """A listed server as it is stored, and as masters send it to each other. All times are in
+    seconds since 1970."""
 
     game: str
     address: str
@@ -2844,7 +2806,6 @@ class ListedRow(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The key of the server in the registry."""
         return self.game, self.address, self.port
 
 
@@ -2896,9 +2857,7 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What the database remembers of a server, whether it is listed or has left.
-
-    The times are in seconds since 1970."""
+    """What the database remembers of a server. The times are in seconds since 1970."""
 
     first_seen: float
     last_seen: float
@@ -2934,7 +2893,8 @@ class Database:
     """One SQLite file with the list and the history.
 
     Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. The first call of a method opens the file."""
+    called again after that. The call that finds damage does not rename the file itself, because its
+    exception keeps the file open, and Windows does not rename open files."""
 
     def __init__(self, path):
         # The real path is needed because SQLite's log files stand beside the file to which a link
@@ -2955,8 +2915,7 @@ class Database:
     def _transaction(self):
         """Open the file, unless it is open, and yield the connection for one transaction.
 
-        An exception rolls the transaction back and closes the file. The next call opens it again,
-        and so finds out whether the trouble has ended."""
+        After an exception, the next call finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 yield db
@@ -2968,11 +2927,17 @@ class Database:
             raise
 
     def _open(self):
-        # The damaged file is renamed here, and not at once, because the exception keeps the file
-        # open, and Windows does not rename open files
         if self._is_damaged:
-            self._rename_damaged()
+            called_at = datetime.fromtimestamp(self._wall, timezone.utc)
+            new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+            # The file itself comes last. If the program dies before that, the next start finds the
+            # damaged file again, and not an old log beside a new file
+            for suffix in ("-wal", "-shm", "-journal", ""):
+                if os.path.lexists(self.path + suffix):
+                    os.replace(self.path + suffix, new_path + suffix)
             self._is_damaged = False
+            log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
+                        new_path)
         # With this isolation level a transaction begins with the first statement that writes
         db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
@@ -2994,24 +2959,11 @@ class Database:
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
-    def _rename_damaged(self):
-        called_at = datetime.fromtimestamp(self._wall, timezone.utc)
-        new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
-        # The file itself comes last. If the program dies before that, the next start finds the
-        # damaged file again, and not an old log beside a new file
-        for suffix in ("-wal", "-shm", "-journal", ""):
-            if os.path.lexists(self.path + suffix):
-                os.replace(self.path + suffix, new_path + suffix)
-        log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
-                    new_path)
-
     # The list
 
     def load(self, wall):
-        """Return a list with the ListedRow of each listed server, as it was passed to save().
-
-        Only first_seen may differ from that row: it is the time at which the server was first seen
-        at all."""
+        """Return the ListedRow of each listed server, as it was passed to save(). Only first_seen
+        may differ: it is the time at which the server was first seen at all."""
         self._wall = wall
         with self._transaction() as db:
             return [read_row(columns) for columns in db.execute(
@@ -3022,11 +2974,23 @@ class Database:
         """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
 
         `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list."""
+        have left the list. Of these, the name and the times are remembered."""
         values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
         with self._transaction() as db:
             for key in departed:
-                self._remove_listed(db, key)
+                row = db.execute(
+                    "SELECT id, fields, listed.last_seen FROM server JOIN listed ON id = server"
+                    " WHERE game = ? AND address = ? AND port = ?", key).fetchone()
+                if row is None:
+                    continue
+                server_id, fields, last_seen = row
+                db.execute("DELETE FROM listed WHERE server = ?", (server_id,))
+                # Otherwise a stranger could fill the disk: he could have thousands of servers
+                # listed, one after the other, each with long texts
+                name_alone = ENCODER.encode({"name": read_fields(fields).get("name", "")})
+                # last_seen never moves back: after a power cut the clock may stand at 1970
+                db.execute("UPDATE server SET fields = ?, last_seen = max(last_seen, ?)"
+                           " WHERE id = ?", (name_alone, last_seen, server_id))
             db.executemany(
                 "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
                 " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
@@ -3037,28 +3001,9 @@ class Database:
                 "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
                 " WHERE game = :game AND address = :address AND port = :port", values)
 
-    def _remove_listed(self, db, key):
-        """Remove a server from the list. Remember its name, and when it was last seen.
-
-        Nothing else is kept. Otherwise a stranger could fill the disk: he could have thousands of
-        servers listed, one after the other, each with long texts."""
-        row = db.execute(
-            "SELECT id, fields, listed.last_seen FROM server JOIN listed ON id = server"
-            " WHERE game = ? AND address = ? AND port = ?", key).fetchone()
-        if row is None:
-            return
-        server_id, fields, last_seen = row
-        name_alone = ENCODER.encode({"name": read_fields(fields).get("name", "")})
-        # last_seen never moves back: after a power cut the clock may stand at 1970
-        db.execute("UPDATE server SET fields = :fields, last_seen = max(last_seen, :last_seen)"
-                   " WHERE id = :id",
-                   {"fields": name_alone, "last_seen": last_seen, "id": server_id})
-        db.execute("DELETE FROM listed WHERE server = ?", (server_id,))
-
     def known(self, game, address, port):
-        """Return the Remembered of a server that is listed or left within the last year.
-
-        Return None if the database does not know the server."""
+        """Return the Remembered of a server that is listed or left within the last year, or None.
+        """
         with self._transaction() as db:
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
@@ -3070,9 +3015,8 @@ class Database:
             return Remembered(first_seen, last_seen, read_fields(fields).get("name", ""))
 
     def installation_id(self, proposed):
-        """Return the number that identifies this installation. It is stored in the file.
-
-        If the file has none yet, the proposed number is stored and returned."""
+        """Return the number that identifies this installation: the one in the file or, if the file
+        has none yet, the proposed one."""
         with self._transaction() as db:
             db.execute("INSERT INTO server (game, address, port) SELECT '', '', ? WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)", (proposed,))
@@ -3115,9 +3059,8 @@ class Database:
     def history(self, game, address, port, span, wall):
         """Return the player counts of a server for one of the SPANS, as a Series.
 
-        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
-        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
-        the same."""
+        With address "" and port 0, return those of a whole game. In a series of minutes, means and
+        peaks are the same."""
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
@@ -3150,7 +3093,6 @@ class Database:
         return means_by_key
 
     def _server_id(self, db, game, address, port):
-        """Return the id of a server in the table `server`, or None if it has no row there."""
         row = db.execute("SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
                          (game, address, port)).fetchone()
         if row is None:
@@ -3159,7 +3101,6 @@ class Database:
         return server_id
 
     def _block(self, db, form, start, server_id):
-        """Return the bytes of a server's block that begins at `start`, all 0 if none is stored."""
         row = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
                          (form.step, start, server_id)).fetchone()
         if row is None:
@@ -3336,19 +3277,16 @@ class SavedList:
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, readers):
-        """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
-
-        `health` is that of Core. `readers` is the same as in restored_server()."""
+        """`disk` is the WorkerThread that calls the Database, `health` is that of Core, `readers`
+        are those of restored_server()."""
         self.database = database
         self.registry = registry
         self.disk = disk
         self.health = health
         self.readers = readers
         self.hourly_players = {}        # the last result of Database.hourly_players()
-        # The time at which the present batch was begun; None if no batch is being written
-        self.batch_began: Optional[float] = None
-        # The minute, counted from 1970, of the last batch that contained all servers
-        self.sampled_minute = -1.0
+        self.batch_began: Optional[float] = None    # None if no batch is being written
+        self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
 
     def restore(self, now, wall, protocols):
         """List the servers that were listed before the restart, at the start of the program.
@@ -3366,26 +3304,21 @@ class SavedList:
         for row in rows:
             # The next batch saves the server again, or deletes it if it is not restored
             registry.altered.add(row.key)
+            if wall - row.last_seen > HOUR:         # it has probably gone
+                continue
             with contextlib.suppress(Refused):
-                self.restore_row(row, now, wall, protocols)
+                server = restored_server(row, now, wall, self.readers)
+                # Only servers that the ini names are listed without responding. Those need not be
+                # restored, because the poller lists them again anyway
+                if server is None or not server.responding:
+                    continue
+                if not any(protocol.serves(server) for protocol in protocols):
+                    server.lifetime = min(server.lifetime, RESTORED_S)
+                registry.check_admission(
+                    server.key, server.source, server.name, found_at=server.found_at)
+                registry.insert(server)
         log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
-
-    def restore_row(self, row, now, wall, protocols):
-        """List the server of a ListedRow, unless it has probably gone: it was last seen more than
-        an hour ago. Raise Refused if the rules forbid the server."""
-        if wall - row.last_seen > HOUR:
-            return
-        server = restored_server(row, now, wall, self.readers)
-        # Only servers that the ini names are listed without responding. Those need not be restored,
-        # because the poller lists them again anyway
-        if server is None or not server.responding:
-            return
-        if not any(protocol.serves(server) for protocol in protocols):
-            server.lifetime = min(server.lifetime, RESTORED_S)
-        self.registry.check_admission(
-            server.key, server.source, server.name, found_at=server.found_at)
-        self.registry.insert(server)
 
     def tick(self, now, wall):
         """Begin a batch, unless one is being written. The event loop calls this once a second.
@@ -3431,12 +3364,9 @@ class SavedList:
             self.database.save(rows, departed)
             return self.database.add_samples(wall, samples) if samples else None
 
-        def on_written(result, now):
-            self.on_written(changed_keys, result)
+        self.disk.submit(write, functools.partial(self.on_written, changed_keys))
 
-        self.disk.submit(write, on_written)
-
-    def on_written(self, keys, result):
+    def on_written(self, keys, result, now):
         """End a batch that had the servers with these keys.
 
         `result` is the hourly player counts if the batch has computed them, None if it has not, and
