@@ -15182,29 +15182,20 @@ class Embedded(unittest.TestCase):
         self.assert_closed(server)
 
     def test_stopped_before_it_serves(self) -> None:
-        for begin in (lambda server: None, ms.MasterServer.bind):
-            server = master(**self.ports("iceball__port"))
+        def stop_while_it_binds(server: ms.MasterServer) -> None:
+            with mock.patch.object(server, "open_socket", wraps=server.open_socket) as opened:
+                opened.side_effect = lambda *arguments: server.stop() or mock.DEFAULT
+                with contextlib.suppress(ms.StartError):
+                    server.run()
+        for begin in lambda server: None, ms.MasterServer.bind, stop_while_it_binds:
+            server = master(**self.ports("iceball__port", "http__ports"))
             begin(server)
             server.stop()
             server.run()
             self.assert_closed(server)
 
-    def test_stopped_while_it_binds(self) -> None:
-        """As by Ctrl+C."""
-        server = master(**self.ports("iceball__port", "http__ports"))
-        open_socket = server.open_socket
-
-        def interrupted(*arguments: Any) -> None:
-            open_socket(*arguments)
-            server.stop()
-        with mock.patch.object(server, "open_socket", interrupted):
-            with contextlib.suppress(ms.StartError):
-                server.run()
-        self.assert_closed(server)
-
     def test_run_ends_by_a_callback_a_signal_or_another_thread(self) -> None:
-        previous = signal.getsignal(signal.SIGINT)
-        self.addCleanup(signal.signal, signal.SIGINT, previous)
+        self.addCleanup(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         for stop in (
                 lambda server: server.stop(),
                 lambda server: signal.raise_signal(signal.SIGINT),
@@ -15231,11 +15222,14 @@ class Embedded(unittest.TestCase):
         self.assertEqual(events, [(event, 1000, server.thread) for event in ("listed", "gone")])
 
     def test_an_error_in_a_callback_is_logged_and_no_more(self) -> None:
+        """It is one of several masters in a process."""
         fail = mock.Mock(side_effect=KeyError("mine"))
-        with self.assertLogs("masterserver", "ERROR") as logs:
-            settings = ms.Settings({**NO_PORTS, "iceball.port": "0"})
-            with ms.MasterServer(settings, fail) as server:
-                announce_iceball(server, 1000, 1001)
+        settings = {**NO_PORTS, "iceball.port": "0"}
+        with self.assertLogs("masterserver", "ERROR") as logs, \
+                ms.MasterServer(settings, fail) as server, ms.MasterServer(settings) as other:
+            announce_iceball(server, 1000, 1001)
+            announce_iceball(other, 4)
+            self.assertEqual((server.registry.total, other.registry.total), (2, 1))
         self.assertRegex(logs.output[0], "(?s)Mock.*KeyError: 'mine'")
         self.assertEqual([call[0][0] for call in fail.call_args_list], ["listed"] * 2)
 
@@ -15249,15 +15243,9 @@ class Embedded(unittest.TestCase):
         self.assert_closed(second)
         for values, words in (
                 ({"iceball.prot": "1"}, "no key prot; did you mean port"),
-                ({"http.ports": "x"}, "ports = x: expected a number"),
+                ({"http.ports": "x"}, "ports = x: item 1: expected a number"),
                 ({"http.template": "/nowhere/page.html"}, "template = /nowhere/page.html: ")):
             self.assertRaisesRegex(ms.SettingsError, words, ms.MasterServer, values)
-
-    def test_several_in_one_process(self) -> None:
-        with master(iceball__port="0") as one, master(iceball__port="0") as two:
-            announce_iceball(one, 1, 2, 3)
-            announce_iceball(two, 4)
-            self.assertEqual((one.registry.total, two.registry.total), (3, 1))
 
     def test_nothing_is_kept_unless_a_file_is_named(self) -> None:
         """Nor do servers whose connections end with the program leave the list."""
@@ -15290,9 +15278,9 @@ class Embedded(unittest.TestCase):
                 import ctypes                           # libffi may keep its own file open
             def state():
                 files = "/proc/self/fd"
+                loggers = logging.getLogger(), logging.getLogger("masterserver")
                 return (threading.active_count(), signal.getsignal(signal.SIGINT), sys.path[:],
-                        [(log.handlers[:], log.level) for log in map(
-                            logging.getLogger, ("", "masterserver"))],
+                        [(log.handlers[:], log.level) for log in loggers],
                         len(os.listdir(files)) if os.path.isdir(files) else 0)
             before = state()
             import masterserver as ms
