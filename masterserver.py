@@ -1292,7 +1292,7 @@ def decrement(counts, key):
 
 
 def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest. If there are more than `limit`, delete the oldest."""
+    """Set a key of an OrderedDict as its latest. Delete the oldest beyond `limit` keys."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > limit:
