@@ -5381,7 +5381,6 @@ class PagesTest(unittest.TestCase):
                 chart = ms.render_chart(ms.Series(0, 60, [peak], [peak]), WALL)
                 marks = re.findall(
                     r'="(\w+)"[^>]*/><text class="tick( long)? end"[^>]*>([0-9,]+)<', chart)
-                                   chart)
                 self.assertEqual(" ".join(text for _, _, text in marks), ticks)
                 self.assertEqual([kind for kind, _, _ in marks[:2]], ["axis", "grid"])
                 self.assertEqual({is_long for _, is_long, _ in marks},
