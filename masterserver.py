@@ -92,6 +92,10 @@ try:
 except ImportError:                 # Windows has no such limits
     pass
 try:
+    import ssl                      # urllib has loaded it already
+except ImportError:                 # a Python without OpenSSL has no HTTPS
+    pass
+try:
     import ctypes                   # for MessageVector alone
 except (ImportError, MemoryError):  # under MemoryDenyWriteExecute, or a Python without it
     pass
@@ -139,8 +143,6 @@ WORKER_JOBS = 64
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
 LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
-# The sources whose last look-up is remembered: 16 times as many as look-ups can wait
-LOOKUP_TURNS = 1024
 # So many game servers of one source may wait for the same look-up. If each is a Luanti server with
 # the longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
@@ -148,8 +150,6 @@ STOP_S = 2.0                        # at a stop, answers that are being sent hav
 STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
 # Descriptors that are kept free for listeners, the database and the log
 DESCRIPTORS_KEPT = 40
-# The limit of descriptors if the system does not tell it. It is macOS's
-DESCRIPTORS_UNTOLD = 256
 # Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
 FAULT_RATE = 1, 20
 
@@ -196,12 +196,9 @@ HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
 # An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
 # longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# The next two limits bound the time for a body of that size to 3 ms.
-# Luanti's announcements have 27 fields, those of other games have 10
+# With so many, a body of that size takes 3 ms. Luanti's announcements have 27 fields, those of
+# other games have 10
 ANNOUNCED_FIELDS_MAX = 64
-# The digits of a number in JSON. A float has up to 309 before its point. The time that int() takes
-# grows with the square of the digits
-NUMBER_DIGITS = 400
 HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
 # A kept connection may have no request for this long. The page sends one every 5 s
 HTTP_IDLE_S = 30.0
@@ -457,39 +454,28 @@ def read_numeric_endpoint(text):
     return read_address(address), port
 
 
-def read_host_and_port(text):
-    """Return (host, port) for HOST, HOST:PORT, ADDRESS, [ADDRESS] or [ADDRESS]:PORT. The port is
-    None if the text has none. Raise ValueError for any other text."""
-    with contextlib.suppress(ValueError):
-        return read_address(text), None
-    if re.fullmatch("[^:/]+", text):
-        return text, None
-    return read_endpoint(text)
-
-
 WEB_PORTS = {"http": 80, "https": 443}
 
 
-class MasterPlace(NamedTuple):
-    """Where a master is, as the user of a tool or the ini names it."""
-
-    host: str
-    port: Optional[int]                 # None for the game's default
-    tls: bool                           # whether to speak HTTPS
-
-
 def read_master_place(text, schemes=("https",)):
-    """Return the MasterPlace for SCHEME://HOST[:PORT], with one of these schemes of WEB_PORTS, or
-    for a text that read_host_and_port() reads. Raise ValueError for any other text.
+    """Return (host, port, whether to speak HTTPS) of a master, as the user of a tool or the ini
+    names it: HOST, HOST:PORT, ADDRESS, [ADDRESS], [ADDRESS]:PORT or, with one of these schemes of
+    WEB_PORTS, SCHEME://HOST[:PORT], which may be the URL of its list.
 
-    The URL may be that of the list, as a browser shows it."""
+    The port is None if it is left out. Raise ValueError for any other text."""
     scheme, separator, place = text.rpartition("://")
     if separator:
         place = re.sub("(/list)?/*$", "", place)
         if scheme not in schemes:
             raise ValueError("expected HOST[:PORT] or, of a web server, https://HOST[:PORT]")
-    host, port = read_host_and_port(place)
-    return MasterPlace(host, port or WEB_PORTS.get(scheme), scheme == "https")
+    default_port = WEB_PORTS.get(scheme)
+    tls = scheme == "https"
+    with contextlib.suppress(ValueError):
+        return read_address(place), default_port, tls
+    if re.fullmatch("[^:/]+", place):
+        return place, default_port, tls
+    host, port = read_endpoint(place)
+    return host, port, tls
 
 
 # --- URLs, and other masters ---------------------------------------------------------------------
@@ -610,8 +596,8 @@ def read_upstream(line):
     match = UPSTREAM_WORDS.fullmatch(" ".join(words))
     place_text, gamename, protocol = match.groups("") if match else ("", "", "")
     try:
-        place = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
-        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", place.host):
+        host, port, tls = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
+        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
         if bool(gamename) != (game == "quake3"):
             raise ValueError("too many words, or too few")
@@ -619,8 +605,7 @@ def read_upstream(line):
         raise ValueError(
             "expected GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
             "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST") from None
-    port = place.port or MASTER_PORTS[game]
-    return Upstream(game, place.host.lower(), port, place.tls, gamename, protocol)
+    return Upstream(game, host.lower(), port or MASTER_PORTS[game], tls, gamename, protocol)
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -906,38 +891,19 @@ AIO_SETTINGS = (
 )
 
 
-class GameFilter(NamedTuple):
-    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
-    are in lower case."""
-
-    named: Tuple[str, ...] = ()         # games without "!" in the setting
-    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
-    lists_named_only: bool = False      # True if the setting begins with a game without "!"
-
-    def accepts(self, game: str) -> bool:
-        if game in self.excluded:
-            return False
-        return not self.lists_named_only or game in self.named
-
-
-def read_game_filter(text):
-    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
-    `!nexuiz`, which accepts all others. An empty text accepts all games."""
-    named = []
-    excluded = []
-    for name in list_reader(str.lower)(text):
-        if name.startswith("!"):
-            excluded.append(name[len("!"):])
-        else:
-            named.append(name)
-    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
+def allows_game(choices, game):
+    """Return whether the value of quake3.games lets a game be listed. `xonotic, openarena` allows
+    only these two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
+    if "!" + game in choices:
+        return False
+    first_choice, *_ = choices or ("!",)
+    return game in choices or first_choice.startswith("!")
 
 
 QUAKE3_SETTINGS = (
     Setting("quake3.port", "27950", read_port,
             "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_game_filter,
+    Setting("quake3.games", "", list_reader(str.lower),
             "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
     Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
             "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
@@ -1180,7 +1146,6 @@ class Tally:
     """The counters of one protocol for /metrics. METRICS (section 9) explains each of them."""
 
     def __init__(self):
-        """Begin with all counters at 0."""
         self.received = 0
         self.sent = 0
         self.bytes_in = 0
@@ -1194,17 +1159,16 @@ class Tally:
 
 # Text
 
-# Escape sequences (ECMA-48): control sequences such as colours, control strings, all others
-CONTROL_SEQUENCE = "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"
-STRING_START, STRING_TEXT = "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])", "[^\x07\x1b\x90\x98\x9c-\x9f]*"
-STRING_END = "(?:\x07|\x1b\\\\|\x9c)"
-OTHER_ESCAPE = "\x1b[ -/]*[0-~]?"
-ESCAPE_SEQUENCE = re.compile("|".join(
-    (CONTROL_SEQUENCE, STRING_START + STRING_TEXT + STRING_END, OTHER_ESCAPE)))
+# Escape sequences (ECMA-48)
+ESCAPE_SEQUENCE = re.compile("|".join((
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]",                # control sequences such as colours
+    "(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])"               # control strings: their start, text and end
+    "[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\\\|\x9c)",
+    "\x1b[ -/]*[0-~]?")))                               # all others
 # Characters that look like spaces. Each run of them becomes one space, so that nobody can imitate
 # another name with look-alike spaces.
 BLANKS = re.compile("[\t-\r\x85\xa0\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u2800]+")
-INVISIBLE_RANGES = (
+INVISIBLE = re.compile("[%s]" % "".join((
     "\0-\x1f\x7f-\x9f",                             # control characters
     "\xad\u034f\u180b-\u180f",                      # soft hyphen, joiners, variation selectors
     "\u115f\u1160\u17b4\u17b5\u3164\uffa0",         # Hangul fillers, Khmer vowels
@@ -1213,15 +1177,11 @@ INVISIBLE_RANGES = (
     "\ufe00-\ufe0f\ufeff\ufff0-\ufffb",             # variation selectors, byte order mark, specials
     "\ufffe\uffff\ud800-\udfff",                    # no characters; surrogates
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a",   # shorthand and music formatting
-    "\U000e0000-\U000e0fff",                        # tags
-)
-INVISIBLE = re.compile("[%s]" % "".join(INVISIBLE_RANGES))
-ACCENT_RANGES = (
+    "\U000e0000-\U000e0fff")))                      # tags
+ACCENT = "[%s]" % "".join((
     "\u0300-\u036f\u1ab0-\u1aff\u1dc0-\u1dff",      # combining marks
     "\u20d0-\u20ff\ufe20-\ufe2f",                   # for symbols, half marks
-    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e",      # Cyrillic, Hebrew, Thai
-)
-ACCENT = "[%s]" % "".join(ACCENT_RANGES)
+    "\u0483-\u0489\u0591-\u05bd\u0e31-\u0e4e"))     # Cyrillic, Hebrew, Thai
 # The accents after the third on one letter, because no script uses more than three
 EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
@@ -1240,18 +1200,15 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode UTF-8 and clean the text.
-
-    An incomplete character at the end is dropped. Other invalid bytes become U+FFFD."""
+    """Decode UTF-8 and clean the text. An incomplete character at the end is dropped."""
     text, _ = codecs.utf_8_decode(raw, "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode bytes of an unknown encoding and clean the text.
+    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252.
 
-    The encoding is UTF-8 if the bytes are valid UTF-8, perhaps with an incomplete character at the
-    end. Otherwise it is assumed to be Windows-1252."""
+    An incomplete character at the end of UTF-8 is dropped."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -1264,7 +1221,7 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes before the first NUL, or all of them if there is no NUL."""
+    """Return the bytes before the first NUL, if there is one."""
     text, _, _ = data.partition(b"\0")
     return text
 
@@ -1286,13 +1243,11 @@ DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    """Return the JSON object in these bytes as a dict.
-
-    Raise Malformed if they are not an object in UTF-8, or if they have so many digits in a row that
-    reading them as a number would take long."""
+    """Return the JSON object in these bytes, which are UTF-8. Raise Malformed."""
+    # A float has up to 309 digits before its point. The time of int() grows with their square
     numbers = raw.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > NUMBER_DIGITS:
-        raise Malformed("more than %d digits in a row" % NUMBER_DIGITS)
+    if max(map(len, numbers), default=0) > 400:
+        raise Malformed("more than 400 digits in a row")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -1323,25 +1278,21 @@ def json_levels(value, limit):
 # Numbers and tables
 
 def clamp(value, high=PLAYERS_MAX):
-    """Return the value, or 0 if it is less than 0, or `high` if it is more than `high`."""
+    """Return the number from 0 to `high` that is nearest to the value."""
     if value < 0:
         return 0
-    if value > high:
-        return high
-    return value
+    return high if value > high else value
 
 
 def decrement(counts, key):
-    """Decrement the count of a key in a dict of counts. Delete the key if its count becomes 0."""
+    """Decrement a count in a dict. Delete it if it becomes 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
 
 
 def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict, and move it to the end, where the latest keys are.
-
-    If that makes more than `limit` keys, delete the oldest."""
+    """Set a key of an OrderedDict as its latest. Delete the oldest beyond `limit` keys."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > limit:
@@ -1351,9 +1302,8 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an IP address in the one form that lists and limits use.
-
-    An IPv4-mapped IPv6 address becomes IPv4, and the scope of an IPv6 address is removed."""
+    """Return an IP address in the one form that lists and limits use: IPv4 that is mapped to IPv6
+    becomes IPv4, and the scope of an IPv6 address is removed."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1361,7 +1311,7 @@ def canonical_address(address):
 
 
 def parse_ipv6(address):
-    """Parse an IPv6 address, and return an IPv6Address without its scope, such as %eth0."""
+    """Return an IPv6Address without its scope, such as %eth0."""
     without_scope, _, _ = address.partition("%")
     return ipaddress.IPv6Address(without_scope)
 
@@ -1372,18 +1322,14 @@ def is_loopback(address):
 
 
 def ipv4_bytes(address):
-    """Return the four bytes of an IPv4 address."""
     return ipaddress.IPv4Address(address).packed
-
-
-# This bit is set in the numbers of IPv6 addresses, so that none equals that of an IPv4 address
-IPV6_NUMBERS = 1 << 128
 
 
 def address_number(address):
     """Return an IP address as a number. For IPv4 this takes a third of the time of ipaddress."""
     if ":" in address:
-        return IPV6_NUMBERS | int(parse_ipv6(address))
+        # This bit is set so that no IPv6 address has the number of an IPv4 address
+        return 1 << 128 | int(parse_ipv6(address))
     a, b, c, d = address.split(".")
     return int(a) << 24 | int(b) << 16 | int(c) << 8 | int(d)
 
@@ -1395,11 +1341,8 @@ class Networks:
     depend on the number of networks. In a flood it is done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """Take the networks of the module ipaddress, and a dict with the labels of some of them.
-
-        The label of any other network is ""."""
-        if labels is None:
-            labels = {}
+        """Take networks of the module ipaddress, and the labels of some; the others' are ""."""
+        labels = labels or {}
         labels_by_bits = collections.defaultdict(dict)
         for network in networks:
             host_bits = network.max_prefixlen - network.prefixlen
@@ -1410,9 +1353,9 @@ class Networks:
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that contains an address.
+        """Return the label of the smallest network that contains an address, or None.
 
-        `number` is the address_number() of the address. Return None if no network contains it."""
+        `number` is the address_number() of the address."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1420,11 +1363,9 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        """Does a network of the set contain this address?"""
         return self.find(address_number(address)) is not None
 
     def __bool__(self):
-        """Is there any network in the set?"""
         return bool(self.by_host_bits)
 
 
@@ -1451,9 +1392,7 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 # to which the tree leads, and at the end a section with a description of the file.
 
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
-MMDB_MARKER_WITHIN = 128 << 10                  # bytes at the end of the file
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
-
 # The types of values. 0 says that the type is in the next byte, less 7
 MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
@@ -1475,12 +1414,11 @@ class MmdbSection:
     it. The size of a pointer is the position to which it leads. Any fault raises Malformed."""
 
     def __init__(self, data, values_left):
-        """Take the bytes of the section, a memoryview, and how many values may be read."""
+        """`data` is a memoryview, `values_left` is how many values may be read."""
         self.data = data
         self.values_left = values_left
 
     def value(self, position):
-        """Return the value at this position, as the class describes it."""
         self.values_left -= 1
         if self.values_left < 0:
             raise Malformed("too many values")
@@ -1515,7 +1453,6 @@ class MmdbSection:
         return MMDB_POINTER, target, position, position + size_bytes
 
     def number(self, start, size):
-        """Return the number in these bytes."""
         if start + size > len(self.data):
             raise Malformed("a value beyond the end of the file")
         return int.from_bytes(self.data[start:start + size], "big")
@@ -1533,13 +1470,13 @@ class MmdbSection:
         return position
 
     def follow(self, position):
-        """Return the value at this position or, if it is a pointer, the one that it leads to."""
-        value = kind, target, _, _ = self.value(position)
+        """Return the value at this position or, if that is a pointer, where it leads to."""
+        kind, size, start, end = self.value(position)
         if kind == MMDB_POINTER:
-            value = kind, _, _, _ = self.value(target)
+            kind, size, start, end = self.value(size)
             if kind == MMDB_POINTER:
                 raise Malformed("a pointer to a pointer")
-        return value
+        return kind, size, start, end
 
     def member(self, position, name):
         """Return the position of the member with this name in the map at a position.
@@ -1558,14 +1495,12 @@ class MmdbSection:
         return None
 
     def text(self, position):
-        """Return the bytes of the text at this position."""
         kind, size, start, end = self.follow(position)
         if kind != MMDB_TEXT or size > NAME_CHARACTERS:
             raise Malformed("no text where one has to be, or a long one")
         return bytes(self.data[start:end])
 
     def member_number(self, position, name):
-        """Return the member with this name, which has to be a number."""
         member = self.member(position, name)
         if member is not None:
             kind, size, start, _ = self.follow(member)
@@ -1581,12 +1516,13 @@ class CountryFile:
     built       when it was made, in seconds since 1970"""
 
     def __init__(self, data):
-        """Read the description of the file, whose bytes are `data`. Raise Malformed if this is no
-        MMDB file, or if it is broken."""
+        """Read the description of the file, whose bytes are `data`. Raise Malformed if that cannot
+        be done."""
         self.data = data
         if data.startswith(b"\x1f\x8b"):
             raise Malformed("it is compressed; unpack it, as with gunzip or tar")
-        data_end = data.rfind(MMDB_MARKER, max(0, len(data) - MMDB_MARKER_WITHIN))
+        # The description has 128 kB at most
+        data_end = data.rfind(MMDB_MARKER, max(0, len(data) - (128 << 10)))
         if data_end < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")
         # This takes up to 5 ms, once
@@ -1613,10 +1549,8 @@ class CountryFile:
         self.ipv4_root = self.walk(0, 0, 96) if self.ip_version == 6 else 0
 
     def country(self, address):
-        """Return the country of an IP address: two letters in lower case, or "" if the file has
-        none for it. Raise Malformed if the file is broken.
-
-        The address is written as canonical_address() writes it."""
+        """Return the country of a canonical_address(): two letters in lower case, or "" if the file
+        has none for it. Raise Malformed if the file is damaged there."""
         if ":" not in address:
             place = self.walk(self.ipv4_root, address_number(address), 32)
         elif self.ip_version == 6:
@@ -2700,30 +2634,22 @@ class RenderedList:
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
 # servers from the registry to the file and back. Database knows only sqlite3 and the name of its
 # file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
-# the disk thread calls it, except at the start and at the end of the program. A damaged file is
-# renamed and a new one begun. Any other trouble, such as a full disk or a lock, is raised as
-# sqlite3.Error, and the next call opens the file again.
+# the disk thread calls it, except at the start and at the end of the program. Trouble, such as a
+# full disk, a lock, or damage, is raised as sqlite3.Error, and the next call opens the file again.
+# It renames a damaged file first, and begins a new one.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
 # A month and a year of the greatest length, so that every month and year fits
 WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
-# A stored sample is one number for a minute, and two for longer steps: mean and peak. A number has
-# 16 bits, little-endian. 0 means that the server was away, n + 1 means n players
-PLAYERS, MEAN_AND_PEAK = struct.Struct("<H"), struct.Struct("<HH")
-
-
-class Sample(NamedTuple):
-    """The players of a server or a game in one step of time."""
-
-    mean: int
-    peak: int
-
 
 class BlockForm(NamedTuple):
-    """How samples of one length are stored. A block, which is one row of the table, holds all
-    samples of `covers` seconds.
+    """How player counts of one resolution are stored. A block, which is one row of the table, holds
+    all samples of `covers` seconds.
+
+    A sample is one number for a minute, and two for longer steps: mean and peak. A number has 16
+    bits, little-endian. 0 means that the server was away, n + 1 means n players.
 
     A block has 120, 384 or 672 bytes. If it were longer than 1,002 bytes, a WITHOUT ROWID table
     would move its end to a page of its own, and most of that page would be empty. That is why a
@@ -2733,58 +2659,36 @@ class BlockForm(NamedTuple):
     step: int                           # seconds of one sample
     covers: int                         # seconds of a block
     kept: int                           # seconds for which a block is kept after its end
-    sample: struct.Struct               # PLAYERS or MEAN_AND_PEAK
+    sample_size: int                    # the numbers of one sample
+    numbers: struct.Struct              # those of a block
 
     def block_start(self, sample_time):
         """Return the start time of the block that holds the sample of this time."""
         return sample_time // self.covers * self.covers
 
-    def block_starts(self, times):
-        """Return the start times of the blocks that hold the samples of a range of times."""
-        first_start = self.block_start(times.start)
-        return range(first_start, times.stop, self.covers)
-
-    def offset(self, sample_time):
-        """Return the offset in bytes at which a block holds the sample of this time."""
-        seconds = sample_time % self.covers
-        index = seconds // self.step
-        return index * self.sample.size
-
-    def empty_block(self):
-        """Return a block without samples: all its numbers are 0."""
-        samples = self.covers // self.step
-        return bytes(samples * self.sample.size)
-
     def oldest_kept(self, wall):
-        """Return the start time of the oldest block that must be kept.
-
-        Blocks are kept for an hour longer than series show them, because a series may have ended up
-        to 16 minutes ago."""
+        """Return the start time of the oldest block that must be kept."""
+        # An hour longer than series show it, because a series may have ended 16 minutes ago
         return self.block_start(int(wall) - self.kept - HOUR)
 
-    def read_samples(self, block_start, block, times):
-        """Return a dict of the block's Samples whose times are in the range `times`, by time.
+    def counts(self, blocks, times):
+        """Return the Counts at a range of times, means and peaks, from blocks by their start times.
 
-        A sample that was never stored, or was stored while the server was away, is left out."""
-        first_time = max(block_start, times.start)
-        samples = {}
-        stored_samples = self.sample.iter_unpack(block[self.offset(first_time):])
-        sample_times = range(first_time, times.stop, self.step)
-        for sample_time, numbers in zip(sample_times, stored_samples):
-            if self.sample is PLAYERS:
-                mean, = numbers
-                peak = mean
-            else:
-                mean, peak = numbers
-            if mean:
-                samples[sample_time] = Sample(mean - 1, peak - 1)
-        return samples
+        A block that is missing has no samples."""
+        first_start = self.block_start(times.start)
+        numbers: List[int] = []
+        for start in range(first_start, times.stop, self.covers):
+            numbers += self.numbers.unpack(blocks.get(start, bytes(self.numbers.size)))
+        first = (times.start - first_start) // self.step * self.sample_size
+        last = first + len(times) * self.sample_size
+        counts = [number - 1 if number else None for number in numbers[first:last]]
+        return counts[::self.sample_size], counts[self.sample_size - 1::self.sample_size]
 
 
 BLOCK_FORMS = {
-    MINUTE: BlockForm(MINUTE, HOUR, DAY, PLAYERS),
-    QUARTER: BlockForm(QUARTER, DAY, MONTH, MEAN_AND_PEAK),
-    HOUR: BlockForm(HOUR, WEEK, YEAR, MEAN_AND_PEAK),
+    MINUTE: BlockForm(MINUTE, HOUR, DAY, 1, struct.Struct("<60H")),
+    QUARTER: BlockForm(QUARTER, DAY, MONTH, 2, struct.Struct("<192H")),
+    HOUR: BlockForm(HOUR, WEEK, YEAR, 2, struct.Struct("<336H")),
 }
 # The series that pages show: the seconds from sample to sample, and the seconds of the whole series
 SPANS = {
@@ -2793,28 +2697,12 @@ SPANS = {
     "month": (QUARTER, MONTH),
     "year": (HOUR, YEAR),
 }
-SAMPLE_MAX = 65534                      # players: n + 1 must fit into 16 bits
-MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER = 60, 15
-HOUR_OF_MINUTES = struct.Struct("<60H")     # a block of minutes
 
 STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 
-# Old samples are deleted only if new ones have come for this long without a jump of the clock. For
-# a clock that runs two years ahead until NTP sets it, all stored samples would be too old
-STEADY_S = DAY
-# The clock has jumped if a sample is older than the last one, or newer by more than this. Samples
-# come every minute, and a restart of the machine takes some minutes
-JUMP_S = HOUR
-# Samples whose times lie in the future are deleted only if the clock has not jumped for this long.
-# It is more than STEADY_S, because the clock of a machine without network may stand at 1970 for
-# days, and then all samples seem to lie in the future
-AHEAD_S = MONTH
-
 # The table `server` holds every server that was seen in the last year. A row with address '' and
-# port 0 stands for all servers of a game together. Two rows with game '' are about the file itself.
-# The port of the first is a number that identifies this installation. The second, with port -1,
-# describes the clock: first_seen is the time since which the clock has not jumped, last_seen is the
-# time of the last sample.
+# port 0 stands for all servers of a game together. In a row with game '', the port is a number that
+# identifies this installation; one with port -1 is of an earlier version, and is not used any more.
 #
 # The table `listed` holds the servers of the list. Its columns change every minute, and are kept
 # apart from the long texts in `server`, so that 150 rows share a page and few pages are rewritten.
@@ -2832,11 +2720,16 @@ SCHEMA = (
     " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
 )
 
+# The attributes of Server in a row of the first version, which stored them as a JSON list
+FIRST_FIELDS = (
+    "name", "mode", "map", "version", "players", "max_players", "playing", "description", "flavor",
+    "verified", "responding", "details", "source", "pinned", "luanti_announcement", "zone_owner",
+    "found_at", "ddnet_registration")
+
 
 class ListedRow(NamedTuple):
-    """A listed server as it is stored, and as masters send it to each other.
-
-    All times are in seconds since 1970."""
+    """A listed server as it is stored, and as masters send it to each other. All times are in
+    seconds since 1970."""
 
     game: str
     address: str
@@ -2844,24 +2737,48 @@ class ListedRow(NamedTuple):
     expires: float
     first_seen: float
     last_seen: float
-    fields: str                         # a JSON list, in the order of STORED_FIELDS
+    fields: Dict[str, Any]              # values for JSON, by the names of attributes of Server
 
     @property
     def key(self) -> Key:
-        """The key of the server in the registry."""
         return self.game, self.address, self.port
 
-    def has_types(self) -> bool:
-        """Does every value have the type that the class declares?
 
-        SQLite itself stores values of any type in any column."""
-        return tuple(map(type, self)) == (str, str, int, float, float, float, str)
+def read_row(columns: Iterable[Any]) -> ListedRow:
+    """Return the ListedRow in these columns, which come from the file or from another master.
+
+    `fields` may be JSON. Raise TypeError or ValueError if a value is not what it has to be; SQLite
+    itself stores values of any type in any column."""
+    row = ListedRow(*columns)
+    if isinstance(row.fields, str):
+        row = row._replace(fields=read_fields(row.fields))
+    if tuple(map(type, row)) != (str, str, int, float, float, float, dict):
+        raise TypeError("values of another type")
+    return row
+
+
+def read_fields(text: str) -> Dict[str, Any]:
+    """Return the attributes of Server in the column `fields`. Raise TypeError or ValueError."""
+    fields = json.loads(text)
+    if isinstance(fields, list):
+        fields = dict(zip(FIRST_FIELDS, fields))
+    if not isinstance(fields, dict):
+        raise TypeError("fields without names")
+    return fields
 
 
 # Player counts. A count is None if the server or this master was away
 Counts = List[Optional[int]]
 # The exceptions that every method of Database may raise
 DISK_ERRORS = sqlite3.Error, OSError
+# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's;
+# their subclasses mean other trouble: a lock or a full disk is an OperationalError. The others come
+# from values that this program cannot have written. https://www.sqlite.org/rescode.html
+DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
+                 json.JSONDecodeError, struct.error, TypeError)
+# Two kinds of damage that SQLite reports as OperationalErrors: text that is not UTF-8, and noise in
+# the head of the file
+DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 class Series(NamedTuple):
@@ -2875,90 +2792,51 @@ class Series(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What the database remembers of a server, whether it is listed or has left.
-
-    The times are in seconds since 1970."""
+    """What the database remembers of a server. The times are in seconds since 1970."""
 
     first_seen: float
     last_seen: float
     name: str
 
 
-def stored_values(fields: str) -> List[Any]:
-    """Return the values in the column `fields` of a row, which is a JSON list.
-
-    Raise JSONDecodeError if it is not JSON."""
-    return json.loads(fields)
-
-
 def mean_and_peak(numbers):
-    """Return the stored form, 4 bytes, of the mean and the peak of some stored numbers.
+    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0.
 
-    A number of 0 means that the server was away, and does not count. If all numbers are 0, the mean
-    and the peak are 0 too."""
+    A number of 0 means that the server was away, and does not count."""
     present = [number for number in numbers if number != 0]
     if not present:
-        return MEAN_AND_PEAK.pack(0, 0)
+        return 0, 0
     half = len(present) // 2            # added so that the division rounds to the nearest number
-    rounded_mean = (sum(present) + half) // len(present)
-    return MEAN_AND_PEAK.pack(rounded_mean, max(present))
+    return (sum(present) + half) // len(present), max(present)
 
 
-def series_end(step, wall):
-    """Return the time at which a series with this step ends, in seconds since 1970.
+def series_times(step, length, wall):
+    """Return the times of a series that lasts `length` seconds, a range.
 
-    It ends after the last step whose sample is certainly stored, so that it never ends with a gap
+    It ends with the last step whose sample is certainly stored, so that it never ends with a gap
     that is filled later. The sample of the present minute may not have come yet. Samples of longer
     steps are computed with the first sample of each quarter of an hour, which may be a minute
     late."""
     latest_delay_s = MINUTE
     if step > MINUTE:
         latest_delay_s += QUARTER
-    last_complete_time = int(wall) - latest_delay_s
-    return last_complete_time // step * step + step
-
-
-def means(samples, times):
-    """Return the means at these times, None where there is no Sample. `samples` is by time."""
-    return [samples[moment].mean if moment in samples else None for moment in times]
-
-
-def peaks(samples, times):
-    """Return the peaks at these times, None where there is no Sample. `samples` is by time."""
-    return [samples[moment].peak if moment in samples else None for moment in times]
-
-
-# The classes of exceptions that mean that the file itself is damaged. The first two are SQLite's.
-# The others come from values that this program cannot have written. A lock or a full disk is no
-# damage; it raises an OperationalError, a subclass of DatabaseError.
-# https://www.sqlite.org/rescode.html
-DAMAGE_ERRORS = (sqlite3.DatabaseError, sqlite3.IntegrityError, UnicodeDecodeError,
-                 json.JSONDecodeError, struct.error, TypeError)
-# Two kinds of damage that SQLite reports as OperationalErrors: text that is not UTF-8, and noise in
-# the head of the file
-DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
-
-
-def is_damage(error):
-    """Does this exception mean that the database file is damaged?
-
-    The type is compared exactly, because subclasses of DatabaseError mean other trouble."""
-    return type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS)
+    end = (int(wall) - latest_delay_s) // step * step + step
+    return range(end - length, end, step)
 
 
 class Database:
     """One SQLite file with the list and the history.
 
     Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. `set_aside` is the new name of the last damaged file, or ""."""
+    called again after that. The call that finds damage does not rename the file itself, because its
+    exception keeps the file open, and Windows does not rename open files."""
 
     def __init__(self, path):
-        """Take the path of the SQLite file. The first call of a method opens the file."""
         # The real path is needed because SQLite's log files stand beside the file to which a link
         # leads. It is read now because a program that embeds this one may change its folder later
         self.path = os.path.realpath(path)
-        self.set_aside = ""
         self._db: Optional[sqlite3.Connection] = None
+        self._is_damaged = False
         self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the number of the quarter of an hour of the last sample
 
@@ -2968,362 +2846,33 @@ class Database:
             self._db.close()
             self._db = None
 
-    # The list
+    @contextlib.contextmanager
+    def _transaction(self):
+        """Open the file, unless it is open, and yield the connection for one transaction.
 
-    def load(self, wall):
-        """Return a list with the ListedRow of each listed server, as it was passed to save().
-
-        Only first_seen may differ from that row: it is the time at which the server was first seen
-        at all."""
-        self._wall = wall
-        return self._run(self._load)
-
-    def _load(self, db):
-        """Return the result of load().
-
-        Raise TypeError or JSONDecodeError if a row is not as save() writes it: the file is
-        damaged."""
-        rows = []
-        for columns in db.execute(
-                "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
-                " FROM listed JOIN server ON id = server ORDER BY server"):
-            row = ListedRow(*columns)
-            if not row.has_types():
-                raise TypeError("a row has values of another type")
-            stored_values(row.fields)               # for its JSONDecodeError
-            rows.append(row)
-        return rows
-
-    def save(self, rows, departed):
-        """Store changes of the list in one transaction.
-
-        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list."""
-        def work(db):
-            self._remove_listed(db, departed)
-            self._insert_listed(db, rows)
-
-        self._run(work)
-
-    def _remove_listed(self, db, departed):
-        """Remove the servers with these keys from the list. Remember when they were last seen."""
-        self._keep_names(db, departed)
-        keys = [{"game": game, "address": address, "port": port}
-                for game, address, port in departed]
-        # last_seen never moves back: after a power cut the clock may stand at 1970
-        db.executemany(
-            "UPDATE server SET last_seen = max(last_seen, coalesce("
-            "(SELECT last_seen FROM listed WHERE server = id), 0))"
-            " WHERE game = :game AND address = :address AND port = :port", keys)
-        db.executemany(
-            "DELETE FROM listed WHERE server = (SELECT id FROM server"
-            " WHERE game = :game AND address = :address AND port = :port)", keys)
-
-    def _insert_listed(self, db, rows):
-        """Insert ListedRows into the list, or replace them if their servers are listed already."""
-        names = ListedRow._fields
-        values = [dict(zip(names, row)) for row in rows]
-        db.executemany(
-            "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
-            " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
-            " ON CONFLICT (game, address, port)"
-            " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
-            values)
-        db.executemany(
-            "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
-            " WHERE game = :game AND address = :address AND port = :port", values)
-
-    def _keep_names(self, db, departed):
-        """Drop all fields but the first, the name, of the servers with these keys.
-
-        Otherwise a stranger could fill the disk: he could have thousands of servers listed, one
-        after the other, each with long texts."""
-        for game, address, port in departed:
-            server_id = self._server_id(db, game, address, port)
-            row = db.execute("SELECT fields FROM server WHERE id = :id AND fields NOTNULL",
-                             {"id": server_id}).fetchone()
-            if row is not None:
-                fields, = row
-                name_alone = json.dumps(stored_values(fields)[:1])
-                db.execute("UPDATE server SET fields = :fields WHERE id = :id",
-                           {"fields": name_alone, "id": server_id})
-
-    def known(self, game, address, port):
-        """Return the Remembered of a server that is listed or left within the last year.
-
-        Return None if the database does not know the server."""
-        def work(db):
-            row = db.execute(
-                "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
-                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL"
-                " AND game = :game AND address = :address AND port = :port",
-                {"game": game, "address": address, "port": port}).fetchone()
-            if row is None:
-                return None
-            first_seen, last_seen, fields = row
-            name, *_ = stored_values(fields)
-            return Remembered(first_seen, last_seen, name)
-
-        return self._run(work)
-
-    def installation_id(self, proposed):
-        """Return the number that identifies this installation. It is stored in the file.
-
-        If the file has none yet, the proposed number is stored and returned."""
-        def work(db):
-            db.execute("INSERT INTO server (game, address, port) SELECT '', '', :proposed WHERE NOT"
-                       " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)",
-                       {"proposed": proposed})
-            number, = db.execute(
-                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
-            return number
-
-        return self._run(work)
-
-    # The history
-
-    def add_samples(self, wall, samples):
-        """Store the player counts of one minute. A second call in the same minute replaces them.
-
-        `samples` has a tuple (game, address, port, players) for each server that responds, and one
-        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
-        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
-        None."""
-        self._wall = wall
-        minute = int(wall) // MINUTE * MINUTE
-        # The comparison with != also notices a quarter that the clock has gone back to
-        quarter_ended = minute // QUARTER != self._quarter
-
-        def work(db):
-            steady_s = self._note_clock(db, wall)
-            if quarter_ended:
-                self._roll_up(db, minute)
-                self._drop_old(db, minute, steady_s)
-                self._drop_excess(db)
-            for game, address, port, players in samples:
-                server_id = self._note_seen(db, game, address, port, wall)
-                stored = PLAYERS.pack(clamp(players, SAMPLE_MAX) + 1)
-                self._write_samples(db, BLOCK_FORMS[MINUTE], minute, server_id, stored)
-
-        self._run(work)
-        self._quarter = minute // QUARTER
-        return self.hourly_players(wall) if quarter_ended else None
-
-    def history(self, game, address, port, span, wall):
-        """Return the player counts of a server for one of the SPANS, as a Series.
-
-        With address "" and port 0, return those of a whole game. The series has 1,440 minutes, 672
-        or 2,976 quarters of an hour, or 8,784 hours. In a series of minutes, means and peaks are
-        the same."""
-        step, length = SPANS[span]
-        form = BLOCK_FORMS[step]
-        end = series_end(step, wall)
-        times = range(end - length, end, step)
-
-        def work(db):
-            samples = {}
-            server_id = self._server_id(db, game, address, port)
-            for start in form.block_starts(times):
-                block = self._block(db, form, start, server_id)
-                samples.update(form.read_samples(start, block, times))
-            return samples
-
-        samples = self._run(work)
-        return Series(times.start, step, means(samples, times), peaks(samples, times))
-
-    def hourly_players(self, wall):
-        """Return the mean player counts of the last 24 hours, a list of 24 by key.
-
-        The keys are those of all servers that were there, and (game, "", 0) for each game."""
-        form = BLOCK_FORMS[HOUR]
-        end = series_end(HOUR, wall)
-        times = range(end - DAY, end, HOUR)
-        blocks = {"step": HOUR, "first": form.block_start(times.start), "end": times.stop}
-
-        def work(db):
-            samples_by_key = collections.defaultdict(dict)
-            for game, address, port, start, block in db.execute(
-                    "SELECT game, address, port, start, samples FROM block"
-                    " JOIN server ON id = server"
-                    " WHERE step = :step AND start >= :first AND start < :end", blocks):
-                samples = form.read_samples(start, block, times)
-                if samples:
-                    samples_by_key[game, address, port].update(samples)
-            return samples_by_key
-
-        return {key: means(samples, times) for key, samples in self._run(work).items()}
-
-    def _server_id(self, db, game, address, port):
-        """Return the id of a server in the table `server`, or None if it has no row there."""
-        row = db.execute("SELECT id FROM server"
-                         " WHERE game = :game AND address = :address AND port = :port",
-                         {"game": game, "address": address, "port": port}).fetchone()
-        if row is None:
-            return None
-        server_id, = row
-        return server_id
-
-    def _note_seen(self, db, game, address, port, wall):
-        """Return the id of a server or of a whole game, which is inserted if it is new.
-
-        For a whole game, also note that it was seen now. For a server, the table `listed` has that
-        time."""
-        db.execute(
-            "INSERT INTO server (game, address, port, first_seen, last_seen)"
-            " VALUES (:game, :address, :port, :wall, :wall)"
-            " ON CONFLICT (game, address, port)"
-            " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
-            {"game": game, "address": address, "port": port, "wall": wall})
-        return self._server_id(db, game, address, port)
-
-    def _block(self, db, form, start, server_id):
-        """Return the bytes of a server's block that begins at `start`.
-
-        If it is not stored, return an empty block."""
-        row = db.execute(
-            "SELECT samples FROM block WHERE step = :step AND start = :start AND server = :server",
-            {"step": form.step, "start": start, "server": server_id}).fetchone()
-        if row is None:
-            return form.empty_block()
-        block, = row
-        return block
-
-    def _write_samples(self, db, form, first_time, server_id, samples):
-        """Write a server's samples into a block of this BlockForm.
-
-        `samples` are the packed samples of consecutive steps, the first of them at `first_time`.
-        All must belong to the same block."""
-        start = form.block_start(first_time)
-        offset = form.offset(first_time)
-        end = offset + len(samples)
-        block = bytearray(self._block(db, form, start, server_id))
-        block[offset:end] = samples
-        row = {"step": form.step, "start": start, "server": server_id, "block": block}
-        db.execute("INSERT OR REPLACE INTO block VALUES (:step, :start, :server, :block)", row)
-
-    def _roll_up(self, db, minute):
-        """Compute the samples of quarters and hours from the latest blocks of minutes.
-
-        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        Computing the same samples again does no harm."""
-        hour, = db.execute(
-            "SELECT max(start) FROM block WHERE step = :step AND start <= :minute",
-            {"step": MINUTE, "minute": minute}).fetchone()
-        for server_id, block in db.execute(
-                "SELECT server, samples FROM block WHERE step = :step AND start = :hour",
-                {"step": MINUTE, "hour": hour}).fetchall():
-            minutes = HOUR_OF_MINUTES.unpack(block)
-            quarters = []
-            for first in range(0, MINUTES_EACH_HOUR, MINUTES_EACH_QUARTER):
-                quarters.append(mean_and_peak(minutes[first:first + MINUTES_EACH_QUARTER]))
-            self._write_samples(db, BLOCK_FORMS[QUARTER], hour, server_id, b"".join(quarters))
-            self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
-
-    def _note_clock(self, db, wall):
-        """Store the time of the present sample.
-
-        Return the number of seconds for which samples have come without a jump of the clock."""
-        row = db.execute("SELECT first_seen, last_seen FROM server WHERE game = '' AND port = -1"
-                         ).fetchone()
-        if row is None:
-            # The file is new, or an older version wrote it, which did not keep the times of games
-            db.execute("UPDATE server SET last_seen = :wall WHERE address = '' AND game != ''",
-                       {"wall": wall})
-            row = wall, wall
-        steady_since, last_sample = row
-        has_jumped = not last_sample <= wall <= last_sample + JUMP_S
-        if has_jumped:
-            steady_since = wall
-        db.execute(
-            "INSERT INTO server (game, address, port, first_seen, last_seen)"
-            " VALUES ('', '', -1, :since, :wall) ON CONFLICT (game, address, port)"
-            " DO UPDATE SET first_seen = excluded.first_seen, last_seen = excluded.last_seen",
-            {"since": steady_since, "wall": wall})
-        return wall - steady_since
-
-    def _drop_old(self, db, minute, steady_s):
-        """Delete samples that are too old or lie in the future, and servers not seen for a year.
-
-        `steady_s` is the number of seconds for which the clock has not jumped. If it is too short,
-        the clock may be wrong, and nothing is deleted."""
-        if steady_s >= STEADY_S:
-            for form in BLOCK_FORMS.values():
-                db.execute("DELETE FROM block WHERE step = :step AND start < :oldest",
-                           {"step": form.step, "oldest": form.oldest_kept(minute)})
-            # The rows of servers and games are kept as long as their last hourly samples
-            db.execute("DELETE FROM server WHERE game != '' AND last_seen < :oldest"
-                       " AND id NOT IN (SELECT server FROM listed)",
-                       {"oldest": BLOCK_FORMS[HOUR].oldest_kept(minute)})
-        if steady_s >= AHEAD_S:
-            for form in BLOCK_FORMS.values():
-                db.execute("DELETE FROM block WHERE step = :step AND start > :minute",
-                           {"step": form.step, "minute": minute})
-            # Servers that were seen in the future now count as seen at present, because they would
-            # be kept for longer than a year otherwise
-            db.execute("UPDATE server SET first_seen = min(first_seen, :minute),"
-                       " last_seen = :minute WHERE game != '' AND last_seen > :minute",
-                       {"minute": float(minute)})
-
-    def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them.
-
-        Those that were here for the shortest time go first. So a stranger who lists one server
-        after another, or renames one again and again, neither drives out old servers nor fills the
-        disk."""
-        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
-        excess_servers = db.execute(
-            "SELECT id, first_seen FROM server"
-            " WHERE address != '' AND id NOT IN (SELECT server FROM listed)"
-            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
-            {"kept": KNOWN_SERVERS}).fetchall()
-        excess_games = db.execute(
-            "SELECT id, first_seen FROM server WHERE address = '' AND game != ''"
-            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET :kept",
-            {"kept": KNOWN_GAMES}).fetchall()
-        excess = excess_servers + excess_games
-        if not excess:
-            return
-        ids = [{"id": server_id} for server_id, _ in excess]
-        db.executemany("DELETE FROM server WHERE id = :id", ids)
-        # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
-        # are recent
-        first_seen = min(first_seen for _, first_seen in excess)
-        for form in BLOCK_FORMS.values():
-            db.execute("DELETE FROM block WHERE step = :step AND start >= :start"
-                       " AND server NOT IN (SELECT id FROM server)",
-                       {"step": form.step, "start": form.block_start(first_seen)})
-
-    # The file
-
-    def _run(self, work):
-        """Call `work(db)` in a transaction and return its result.
-
-        If the file turns out to be damaged, rename it and call `work` once more, with a new
-        file."""
-        try:
-            return self._transact(work)
-        except Exception as error:
-            if not is_damage(error):
-                raise
-        # This stands after the `except` block, because the exception keeps the file open, and
-        # Windows does not rename open files
-        self._rename_damaged()
-        return self._transact(work)
-
-    def _transact(self, work):
-        """Call `work(db)` in a transaction and return its result.
-
-        An exception rolls the transaction back and closes the file. The next call opens it again,
-        and so finds out whether the trouble has ended."""
+        After an exception, the next call finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
-                return work(db)
-        except Exception:
+                yield db
+        except Exception as error:
             self.close()
+            if type(error) in DAMAGE_ERRORS or str(error).startswith(DAMAGE_TEXTS):
+                self._is_damaged = True
+                raise sqlite3.DatabaseError("the file is damaged: " + error_text(error)) from None
             raise
 
     def _open(self):
-        """Open the file, create its tables if it is new, and return the connection."""
+        if self._is_damaged:
+            called_at = datetime.fromtimestamp(self._wall, timezone.utc)
+            new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+            # The file itself comes last. If the program dies before that, the next start finds the
+            # damaged file again, and not an old log beside a new file
+            for suffix in ("-wal", "-shm", "-journal", ""):
+                if os.path.lexists(self.path + suffix):
+                    os.replace(self.path + suffix, new_path + suffix)
+            self._is_damaged = False
+            log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
+                        new_path)
         # With this isolation level a transaction begins with the first statement that writes
         db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
@@ -3345,35 +2894,236 @@ class Database:
             db.execute("PRAGMA synchronous = NORMAL")
         return db
 
-    def _rename_damaged(self):
-        """Append the time of the last call to the names of the damaged file and its log files."""
-        called_at = datetime.fromtimestamp(self._wall, timezone.utc)
-        new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
-        # The file itself comes last. If the program dies before that, the next start finds the
-        # damaged file again, and not an old log beside a new file
-        for suffix in ("-wal", "-shm", "-journal", ""):
-            if os.path.lexists(self.path + suffix):
-                os.replace(self.path + suffix, new_path + suffix)
-        self.set_aside = new_path
-        log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
-                    new_path)
+    # The list
+
+    def load(self, wall):
+        """Return the ListedRow of each listed server, as it was passed to save(). Only first_seen
+        may differ: it is the time at which the server was first seen at all."""
+        self._wall = wall
+        with self._transaction() as db:
+            return [read_row(columns) for columns in db.execute(
+                "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
+                " FROM listed JOIN server ON id = server ORDER BY server")]
+
+    def save(self, rows, departed):
+        """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
+
+        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
+        have left the list. Of these, the name and the times are remembered."""
+        values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
+        with self._transaction() as db:
+            for key in departed:
+                row = db.execute(
+                    "SELECT id, fields, listed.last_seen FROM server JOIN listed ON id = server"
+                    " WHERE game = ? AND address = ? AND port = ?", key).fetchone()
+                if row is None:
+                    continue
+                server_id, fields, last_seen = row
+                db.execute("DELETE FROM listed WHERE server = ?", (server_id,))
+                # Otherwise a stranger could fill the disk: he could have thousands of servers
+                # listed, one after the other, each with long texts
+                name_alone = ENCODER.encode({"name": read_fields(fields).get("name", "")})
+                # last_seen never moves back: after a power cut the clock may stand at 1970
+                db.execute("UPDATE server SET fields = ?, last_seen = max(last_seen, ?)"
+                           " WHERE id = ?", (name_alone, last_seen, server_id))
+            db.executemany(
+                "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
+                " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
+                " ON CONFLICT (game, address, port)"
+                " DO UPDATE SET fields = excluded.fields WHERE fields IS NOT excluded.fields",
+                values)
+            db.executemany(
+                "INSERT OR REPLACE INTO listed SELECT id, :expires, :last_seen FROM server"
+                " WHERE game = :game AND address = :address AND port = :port", values)
+
+    def known(self, game, address, port):
+        """Return the Remembered of a server that is listed or left within the last year, or None.
+        """
+        with self._transaction() as db:
+            row = db.execute(
+                "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
+                " FROM server LEFT JOIN listed ON id = server WHERE fields NOTNULL"
+                " AND game = ? AND address = ? AND port = ?", (game, address, port)).fetchone()
+            if row is None:
+                return None
+            first_seen, last_seen, fields = row
+            return Remembered(first_seen, last_seen, read_fields(fields).get("name", ""))
+
+    def installation_id(self, proposed):
+        """Return the number that identifies this installation: the one in the file or, if the file
+        has none yet, the proposed one."""
+        with self._transaction() as db:
+            db.execute("INSERT INTO server (game, address, port) SELECT '', '', ? WHERE NOT"
+                       " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)", (proposed,))
+            number, = db.execute(
+                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
+            return number
+
+    # The history
+
+    def add_samples(self, wall, samples):
+        """Store the player counts of one minute. A second call in the same minute replaces them.
+
+        `samples` has a tuple (game, address, port, players) for each server that responds, and one
+        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
+        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
+        None."""
+        self._wall = wall
+        minute = int(wall) // MINUTE * MINUTE
+        # The comparison with != also notices a quarter that the clock has gone back to
+        quarter_ended = minute // QUARTER != self._quarter
+        with self._transaction() as db:
+            if quarter_ended:
+                self._roll_up(db, minute)
+                self._drop_old(db, minute)
+                self._drop_excess(db)
+            for game, address, port, players in samples:
+                # The table `listed` has the time at which a server was last seen
+                db.execute(
+                    "INSERT INTO server (game, address, port, first_seen, last_seen)"
+                    " VALUES (:game, :address, :port, :wall, :wall)"
+                    " ON CONFLICT (game, address, port)"
+                    " DO UPDATE SET last_seen = excluded.last_seen WHERE address = ''",
+                    {"game": game, "address": address, "port": port, "wall": wall})
+                server_id = self._server_id(db, game, address, port)
+                number = clamp(players, 65534) + 1
+                self._write_samples(db, BLOCK_FORMS[MINUTE], minute, server_id, (number,))
+        self._quarter = minute // QUARTER
+        return self.hourly_players(wall) if quarter_ended else None
+
+    def history(self, game, address, port, span, wall):
+        """Return the player counts of a server for one of the SPANS, as a Series.
+
+        With address "" and port 0, return those of a whole game. In a series of minutes, means and
+        peaks are the same."""
+        step, length = SPANS[span]
+        form = BLOCK_FORMS[step]
+        times = series_times(step, length, wall)
+        with self._transaction() as db:
+            server_id = self._server_id(db, game, address, port)
+            blocks = {}
+            for start in range(form.block_start(times.start), times.stop, form.covers):
+                blocks[start] = self._block(db, form, start, server_id)
+            means, peaks = form.counts(blocks, times)
+        return Series(times.start, step, means, peaks)
+
+    def hourly_players(self, wall):
+        """Return the mean player counts of the last 24 hours, a list of 24 by key.
+
+        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        form = BLOCK_FORMS[HOUR]
+        times = series_times(HOUR, DAY, wall)
+        blocks = collections.defaultdict(dict)
+        means_by_key = {}
+        with self._transaction() as db:
+            for game, address, port, start, block in db.execute(
+                    "SELECT game, address, port, start, samples FROM block"
+                    " JOIN server ON id = server WHERE step = ? AND start >= ? AND start < ?",
+                    (HOUR, form.block_start(times.start), times.stop)):
+                blocks[game, address, port][start] = block
+            for key, blocks_of_key in blocks.items():
+                means, _ = form.counts(blocks_of_key, times)
+                if any(mean is not None for mean in means):
+                    means_by_key[key] = means
+        return means_by_key
+
+    def _server_id(self, db, game, address, port):
+        row = db.execute("SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
+                         (game, address, port)).fetchone()
+        if row is None:
+            return None
+        server_id, = row
+        return server_id
+
+    def _block(self, db, form, start, server_id):
+        row = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+                         (form.step, start, server_id)).fetchone()
+        if row is None:
+            return bytes(form.numbers.size)
+        block, = row
+        return block
+
+    def _write_samples(self, db, form, first_time, server_id, numbers):
+        """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
+        start = form.block_start(first_time)
+        block = bytearray(self._block(db, form, start, server_id))
+        offset = (first_time - start) // form.step * form.sample_size * 2
+        struct.pack_into("<%dH" % len(numbers), block, offset, *numbers)
+        db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
+                   (form.step, start, server_id, block))
+
+    def _roll_up(self, db, minute):
+        """Compute the samples of quarters and hours from the latest blocks of minutes.
+
+        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
+        Computing the same samples again does no harm."""
+        hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
+                           (MINUTE, minute)).fetchone()
+        for server_id, block in db.execute(
+                "SELECT server, samples FROM block WHERE step = ? AND start = ?",
+                (MINUTE, hour)).fetchall():
+            minutes = BLOCK_FORMS[MINUTE].numbers.unpack(block)
+            quarters: List[int] = []
+            for first in range(0, 60, 15):
+                quarters += mean_and_peak(minutes[first:first + 15])
+            self._write_samples(db, BLOCK_FORMS[QUARTER], hour, server_id, quarters)
+            self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
+
+    def _drop_old(self, db, minute):
+        """Delete samples that are too old, and servers not seen for a year.
+
+        Nothing is deleted unless each of the last 24 hours has a sample. Otherwise a clock that
+        runs two years ahead, until NTP sets it, would make all stored samples too old."""
+        hour = BLOCK_FORMS[MINUTE].block_start(minute)
+        for start in range(hour - DAY, hour, HOUR):
+            sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
+                                (MINUTE, start)).fetchone()
+            if sample is None:
+                return
+        for form in BLOCK_FORMS.values():
+            db.execute("DELETE FROM block WHERE step = ? AND start < ?",
+                       (form.step, form.oldest_kept(minute)))
+        # The rows of servers and games are kept as long as their last hourly samples
+        db.execute("DELETE FROM server WHERE game != '' AND last_seen < ?"
+                   " AND id NOT IN (SELECT server FROM listed)",
+                   (BLOCK_FORMS[HOUR].oldest_kept(minute),))
+
+    def _drop_excess(self, db):
+        """Forget servers that are not listed, and games, if there are too many of them.
+
+        Those that were here for the shortest time go first. So a stranger who lists one server
+        after another, or renames one again and again, neither drives out old servers nor fills the
+        disk."""
+        excess = []
+        for kind, kept in (("address != ''", KNOWN_SERVERS),
+                           ("address = '' AND game != ''", KNOWN_GAMES)):
+            # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+            excess += db.execute(
+                "SELECT id, first_seen FROM server"
+                " WHERE " + kind + " AND id NOT IN (SELECT server FROM listed)"
+                " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?", (kept,))
+        if not excess:
+            return
+        db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
+        # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
+        # are recent
+        first_seen = min(first_seen for _, first_seen in excess)
+        for form in BLOCK_FORMS.values():
+            db.execute("DELETE FROM block WHERE step = ? AND start >= ?"
+                       " AND server NOT IN (SELECT id FROM server)",
+                       (form.step, form.block_start(first_seen)))
 
 
 # --- The list on disk ----------------------------------------------------------------------------
 
-# A batch that takes longer is reported as trouble. Most take milliseconds. Some take seconds, if
-# the disk has to spin up
-SAVE_LATE_S = 10.0
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-# A server that was last seen longer ago is not restored, because it has probably gone
-RESTORE_WITHIN_S = HOUR
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored in the column `fields`, in this order, with their types.
-# New ones must be added at the end. An older version ignores values beyond its last one
+# The attributes of Server that are stored, with their types. What is stored under another name, by
+# a later version of this program, is left out when it is read
 STORED_FIELDS: Dict[str, type] = {
     "name": str,
     "mode": str,
@@ -3383,72 +3133,54 @@ STORED_FIELDS: Dict[str, type] = {
     "max_players": int,
     "playing": int,
     "description": str,
-    "flavor": int,
     "verified": str,
     "responding": bool,
     "details": dict,
     "source": str,
     "pinned": bool,
-    "luanti_announcement": dict,
-    "zone_owner": dict,
     "found_at": str,
-    "ddnet_registration": dict,
 }
 
 
-# Those of them that are private attributes of a room's servers
-PRIVATE_FIELDS = "flavor", "luanti_announcement", "zone_owner", "ddnet_registration"
+def listed_row(server, epoch, rooms):
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock.
 
-
-class ServerRecord(NamedTuple):
-    """A ListedRow whose fields are not encoded as JSON yet. Its times are in seconds since 1970.
-
-    The event loop makes it quickly; the disk thread encodes it."""
-
-    game: str
-    address: str
-    port: int
-    expires: float
-    first_seen: float
-    last_seen: float
-    values: List[Any]                   # the values of STORED_FIELDS, in their order
-
-
-def server_record(server, epoch):
-    """Return the ServerRecord of a server. `epoch` is the wall clock minus the monotonic clock."""
+    `rooms` has the games of section 10 by their ids."""
+    fields = {name: getattr(server, name) for name in STORED_FIELDS}
+    if server.room in rooms:
+        fields.update(rooms[server.room].stored(server))
     last_seen = server.last_seen + epoch
-    return ServerRecord(
+    return ListedRow(
         server.game, server.address, server.port,
         expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
-        values=[server.private.get(name) if name in PRIVATE_FIELDS else getattr(server, name)
-                for name in STORED_FIELDS])
-
-
-def encoded_row(record):
-    """Return the ListedRow of a ServerRecord. To encode 10,000 of them takes 60 ms."""
-    return ListedRow(
-        record.game, record.address, record.port, record.expires, record.first_seen,
-        record.last_seen, fields=ENCODER.encode(record.values))
+        fields=fields)
 
 
 def restored_server(row, now, wall, rooms):
     """Return the Server that a ListedRow describes, marked as unconfirmed.
 
     `now` and `wall` are the same moment by the monotonic and by the wall clock. `rooms` has the
-    games of section 10 by their ids. Return None if the row has impossible values, and raise
-    Malformed if a private attribute has."""
-    fields = restored_fields(row.fields)
-    stored = {}
-    for name in PRIVATE_FIELDS:
-        value = fields.pop(name, None)
-        if value is not None:
-            stored[name] = value
+    games of section 10 by their ids. The values are cleaned again, because another master may have
+    written them; one of the wrong type is left out. Return None if the row has impossible values,
+    and raise Malformed if a private attribute of a room has."""
+    fields = {}
+    for name, expected_type in STORED_FIELDS.items():
+        value = row.fields.get(name)
+        if type(value) is not expected_type:
+            continue
+        if expected_type is str:
+            value = clean(value, TEXT_CHARACTERS)
+        elif expected_type is int:
+            value = clamp(value)
+        elif expected_type is dict:
+            value = {clean(key): clean(str(text)) for key, text in value.items()}
+        fields[name] = value
     for room in rooms.values():
         if room.owns(row.game, fields.get("details", NO_DETAILS)):
             fields["room"] = room.game
-            fields["private"] = room.restored(stored)
+            fields["private"] = room.restored(row.fields)
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
     if not is_unicast(row.address) or not is_unicast(source):
@@ -3467,32 +3199,6 @@ def restored_server(row, now, wall, rooms):
     return server
 
 
-def restored_fields(fields):
-    """Return the attributes of Server in the column `fields` of a row, by name.
-
-    They are cleaned again, because another master may have written them. A value of the wrong type
-    is left out."""
-    attributes = {}
-    for (name, expected_type), value in zip(STORED_FIELDS.items(), stored_values(fields)):
-        if type(value) is not expected_type:
-            continue
-        attributes[name] = value if name in PRIVATE_FIELDS else clean_value(value)
-    return attributes
-
-
-def clean_value(value):
-    """Return a stored value with its text cleaned, or its number clamped.
-
-    A bool is returned unchanged."""
-    if isinstance(value, str):
-        return clean(value, TEXT_CHARACTERS)
-    if isinstance(value, dict):
-        return {clean(name): clean(str(text)) for name, text in value.items()}
-    if isinstance(value, int) and not isinstance(value, bool):
-        return clamp(value)
-    return value
-
-
 def report(health, where, trouble):
     """Note in Core.health that a part of the program, `where`, does not work.
 
@@ -3508,129 +3214,99 @@ class SavedList:
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, rooms):
-        """Connect a Database and a Registry. `disk` is the WorkerThread that calls the Database.
-
-        `health` is that of Core. `rooms` has the games of section 10."""
+        """`disk` is the WorkerThread that calls the Database, `health` is that of Core, `rooms`
+        has the games of section 10."""
         self.database = database
         self.registry = registry
         self.disk = disk
         self.health = health
         self.rooms = rooms
         self.hourly_players = {}        # the last result of Database.hourly_players()
-        # The time at which the present batch was begun; None if no batch is being written
-        self.batch_began: Optional[float] = None
-        # The minute, counted from 1970, of the last batch that contained all servers
-        self.sampled_minute = -1.0
+        self.batch_began: Optional[float] = None    # None if no batch is being written
+        self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
 
     def restore(self, now, wall, rooms):
         """List the servers that were listed before the restart, at the start of the program.
 
-        `rooms` has the games that are switched on, by their ids. If the database cannot be read, the list begins
-        empty, and /healthz says why."""
+        `rooms` has the games that are switched on, by their ids. If the database cannot be read,
+        the list begins empty, and /healthz says why."""
+        rows = []
         try:
             rows = self.database.load(wall)
             self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
-            return
         registry = self.registry
         registry.silence_counts_from = now
         for row in rows:
             # The next batch saves the server again, or deletes it if it is not restored
             registry.altered.add(row.key)
+            if wall - row.last_seen > HOUR:         # it has probably gone
+                continue
             with contextlib.suppress(Malformed, Refused):
-                self.restore_row(row, now, wall, rooms)
+                server = restored_server(row, now, wall, self.rooms)
+                # Only servers that the ini names are listed without responding. Those need not be
+                # restored, because the poller lists them again anyway
+                if server is None or not server.responding:
+                    continue
+                room = rooms.get(server.room)
+                if room is None and server.game not in registry.rules.games:
+                    server.lifetime = min(server.lifetime, RESTORED_S)
+                registry.check_admission(
+                    server.key, server.source, server.name, found_at=server.found_at)
+                registry.insert(server)
+                if room is not None:
+                    room.resume(server)
         log.info("%d servers restored from before the restart, not confirmed until heard again",
                  registry.total)
-
-    def restore_row(self, row, now, wall, rooms):
-        """List the server of a ListedRow, unless it was last seen too long ago.
-
-        Raise Refused if the rules forbid the server, and Malformed if the row is damaged."""
-        if wall - row.last_seen > RESTORE_WITHIN_S:
-            return
-        server = restored_server(row, now, wall, self.rooms)
-        # Only servers that the ini names are listed without responding. Those need not be restored,
-        # because the poller lists them again anyway
-        if server is None or not server.responding:
-            return
-        room = rooms.get(server.room)
-        if room is None and server.game not in self.registry.rules.games:
-            server.lifetime = min(server.lifetime, RESTORED_S)
-        self.registry.check_admission(
-            server.key, server.source, server.name, found_at=server.found_at)
-        self.registry.insert(server)
-        if room is not None:
-            room.resume(server)
 
     def tick(self, now, wall):
         """Begin a batch, unless one is being written. The event loop calls this once a second.
 
         A batch has the servers that have changed; once a minute it has all servers, with their
-        player counts."""
+        player counts: of each that responds, and of each game."""
         if self.batch_began is not None:
-            if now - self.batch_began >= SAVE_LATE_S:
-                report(self.health, "database",
-                       "nothing has been written for %d s or more" % SAVE_LATE_S)
+            # Most batches take milliseconds. Some take seconds, if the disk has to spin up
+            if now - self.batch_began >= 10.0:
+                report(self.health, "database", "nothing has been written for 10 s or more")
             return
         samples = []
         if wall // MINUTE != self.sampled_minute:
             self.sampled_minute = wall // MINUTE
-            samples = self.minute_samples()
-            self.save_all_times()
+            for game, servers in self.registry.games.items():
+                total = 0
+                for server in servers.values():
+                    if not server.master:
+                        self.registry.altered.add(server.key)       # its times have changed
+                    if server.responding:
+                        samples.append((*server.key, server.players))
+                        total += server.players
+                samples.append((game, "", 0, total))
         if samples or self.registry.altered:
             self.save(now, wall, samples)
-
-    def minute_samples(self):
-        """Return the player counts of this minute, as Database.add_samples() takes them.
-
-        They are a list of (game, address, port, players), with an entry for each server that
-        responds, and one with address "" and port 0 for each game."""
-        samples = []
-        for game, servers in self.registry.games.items():
-            total = 0
-            for server in servers.values():
-                if server.responding:
-                    samples.append((*server.key, server.players))
-                    total += server.players
-            samples.append((game, "", 0, total))
-        return samples
-
-    def save_all_times(self):
-        """Put all servers of this master into the next batch, because their times have changed."""
-        for servers in self.registry.games.values():
-            for server in servers.values():
-                if not server.master:
-                    self.registry.altered.add(server.key)
 
     def save(self, now, wall, samples):
         """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
 
-        `samples` is the result of minute_samples(), or empty."""
+        `samples` are those of Database.add_samples(), or empty."""
         changed_keys = self.registry.altered
         self.registry.altered = set()
-        records = []
+        rows = []
         departed = set(changed_keys)
         for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
-                records.append(server_record(server, wall - now))
+                rows.append(listed_row(server, wall - now, self.rooms))
                 departed.discard(key)
         self.batch_began = now
 
         def write():
-            rows = [encoded_row(record) for record in records]
             self.database.save(rows, departed)
-            if not samples:
-                return None
-            return self.database.add_samples(wall, samples)
+            return self.database.add_samples(wall, samples) if samples else None
 
-        def on_written(result, now):
-            self.on_written(changed_keys, result)
+        self.disk.submit(write, functools.partial(self.on_written, changed_keys))
 
-        self.disk.submit(write, on_written)
-
-    def on_written(self, keys, result):
+    def on_written(self, keys, result, now):
         """End a batch that had the servers with these keys.
 
         `result` is the hourly player counts if the batch has computed them, None if it has not, and
@@ -3873,6 +3549,8 @@ class Private(NamedTuple):
 
     default: Any
     read: Optional[Callable[[Any], Any]] = None
+    # True if each of several masters decides it for itself, and none takes it over from another
+    is_own: bool = False
 
 
 def is_ipv4(server):
@@ -4176,6 +3854,12 @@ class Game:
 
     # Pages
 
+    play_link = ""                              # a %-template with the address and port
+
+    def mode_text(self, server):
+        """Return the name that players use for the server's mode."""
+        return server.mode
+
     def facts(self, server):
         """Return further lines of the server's page: pairs of a heading and a text."""
         return []
@@ -4216,6 +3900,22 @@ class Game:
     def owns(cls, game, details):
         """Is a server of this room that was stored under this game id, with these details?"""
         return game == cls.game
+
+    @classmethod
+    def stored(cls, server):
+        """Return the stored form of a server's private attributes, a dict."""
+        return {name: server.private.get(name, attribute.default)
+                for name, attribute in cls.private.items() if attribute.read}
+
+    @classmethod
+    def taken_over(cls, server, remote):
+        """Return the private attributes of a server that `remote`, the entry of another master that
+        has heard it later, replaces."""
+        private = dict(server.private)
+        for name, attribute in cls.private.items():
+            if attribute.read and not attribute.is_own:
+                private[name] = remote.private.get(name, attribute.default)
+        return private
 
     @classmethod
     def restored(cls, stored):
@@ -5067,6 +4767,7 @@ class Iceball(Game, UdpProtocol):
     contact = Contact("Iceball servers, in svsave/pub/server.json",
                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]')
     routes = {"/master.json": Route("master.json", "application/json")}
+    play_link = "iceball://%s"
     announced_over = "udp"
     fetched_over = "http"
     has_repeats = True
@@ -8416,16 +8117,16 @@ class Quake3(UdpProtocol, PolledGame):
         if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        game_filter = self.settings["quake3.games"]
+        choices = self.settings["quake3.games"]
         # The name of any section of the settings may be the id of a game. A gamename such as
         # "iceball" must not put a server into the list of another protocol's game
         is_id_of_another_protocol = game in section_names() or game in self.rules.games
-        if is_id_of_another_protocol or not game_filter.accepts(game):
+        if is_id_of_another_protocol or not allows_game(choices, game):
             raise Refused("game", "%a is not listed here" % gamename)
         # The games that are named here can always be listed, even if strangers have filled the
         # limits for new games with invented ones
         games_of_tags = map(quake3_game_id, self.tag_gamenames)
-        named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
+        named_games = {*QUAKE3_TITLES, *choices, *games_of_tags}
         is_listed_game = game in self.registry.titles
         if not is_listed_game and game not in named_games:
             self.check_new_game(source, named_games)
@@ -10664,10 +10365,19 @@ class PageContext(NamedTuple):
     template: str                   # LIST_PAGE or the operator's own list page
     games: Mapping[str, str]        # the titles of all games, by id
     url: str                        # the address of the pages for other sites, or ""
+    rooms: Mapping[str, Game]       # the games of section 10 by their ids
+
+    def room(self, server):
+        """Return the room of a server's game."""
+        return self.rooms.get(server.room, PLAIN_GAME)
 
     def game_title(self, game):
         """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
+
+
+# The room of the games that announce themselves by POST /announce
+PLAIN_GAME = Game()
 
 
 def check_list_template(text):
@@ -10834,11 +10544,10 @@ def render_totals(servers, spark):
 
 
 def render_game_tabs(context, counts, chosen_game):
-    """Return one tab for all games together and one for each game that has servers.
+    """Return one tab for all games together and one for each that has servers or is chosen.
 
-    `counts` maps games to their numbers of servers. `chosen_game` is the current tab, or "" for the
-    tab of all games. A chosen game gets a tab even if it has no servers. If fewer than two games
-    would have a tab, nobody needs a choice, and there are no tabs."""
+    `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
+    games. With only one game nobody needs a choice, and there are no tabs."""
     total = number_text(sum(counts.values()))
     tabs = [render_tab("/", "All games", chosen_game == "", total)]
     for game, title in context.games.items():
@@ -10855,8 +10564,7 @@ def render_search(list_filter, country_counts):
     """Return the search form with the values of a ListFilter.
 
     `country_counts` has the number of servers in each country that has any. The choice of countries
-    is sorted by their names, and hidden if none is known. A chosen one is offered even without
-    servers."""
+    is hidden if none is known. A chosen country is offered even without servers."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
@@ -10931,7 +10639,7 @@ def render_rows(context, servers, hourly_players, epoch, wall):
     clock, by which servers note when they were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
-        return render_server_row(server, spark, context.game_title(server.game))
+        return render_server_row(context, server, spark)
 
     rows = []
     row_pieces = cached_entries(servers, "row", render)
@@ -10942,18 +10650,18 @@ def render_rows(context, servers, hourly_players, epoch, wall):
     return Html("".join(rows))
 
 
-def render_server_row(server, spark, title):
-    """Return one row of the list, about 630 bytes of HTML, in two pieces.
+def render_server_row(context, server, spark):
+    """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
 
-    The pieces are cached. The caller puts the time at which the server was last seen between them,
-    because it changes more often. `spark` is the server's sparkline, `title` the title of its
-    game."""
+    The time at which the server was last seen belongs between them; it changes more often. `spark`
+    is the server's sparkline."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
+    room = context.room(server)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     limit = server.max_players
@@ -10969,8 +10677,8 @@ def render_server_row(server, spark, title):
         f'<tr role="row"{row_class}>'
         f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
         f'{render_badges(server)}'
-        f'<td role="cell">{escape(title)}'
-        f'<td role="cell">{escape(mode_text(server))}'
+        f'<td role="cell">{escape(context.game_title(server.game))}'
+        f'<td role="cell">{escape(room.mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
         f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
         f'<td role="cell">{escape(server.version)}'
@@ -10979,8 +10687,8 @@ def render_server_row(server, spark, title):
     if server.country:
         country = '<abbr title="%s">%s</abbr>' % (
             country_name(server.country), server.country.upper())
-    if server.game in PLAY_LINKS:
-        link = PLAY_LINKS[server.game] % endpoint
+    if room.play_link:
+        link = room.play_link % endpoint
         endpoint = f'<a href="{link}" title="Start the game">{endpoint}</a>'
     after_seen = f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>\n'
     return before_seen, after_seen
@@ -11004,9 +10712,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
+    room = context.room(server)
     badges = play = players_chart = ""
     if is_listed:
-        texts = [context.game_title(server.game), mode_text(server), server.map]
+        texts = [context.game_title(server.game), room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -11015,9 +10724,9 @@ def render_server_page(context, server, is_listed, history, base, wall):
         players = count_text(server.players, "player")
         about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
-        if server.game in PLAY_LINKS:
+        if room.play_link:
             play = fill_template('<p><a class="play" href="$link">Play</a></p>\n',
-                                 link=PLAY_LINKS[server.game] % address)
+                                 link=room.play_link % address)
     else:
         seen = time_tag(server.last_seen, wall)
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
@@ -11028,7 +10737,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
         ("Game", context.game_title(server.game)),
     ]
     if is_listed:
-        facts += server_facts(server)
+        facts += server_facts(room, server)
     if series:
         facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
         tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
@@ -11059,7 +10768,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
     return render_page(context, name, about=about, path=link, main=main)
 
 
-def server_facts(server):
+def server_facts(room, server):
     """Return the facts that only a listed server has, as (name, value) pairs.
 
     A value is empty if the server has not announced it."""
@@ -11070,7 +10779,7 @@ def server_facts(server):
         players += ", %d of them playing" % server.playing
     facts = [
         ("Players", players),
-        ("Mode", mode_text(server)),
+        ("Mode", room.mode_text(server)),
         ("Map", server.map),
         ("Version", server.version),
         ("Country", country_name(server.country)),
@@ -11082,12 +10791,8 @@ def server_facts(server):
     for key, value in server.details.items():
         if key not in HIDDEN_DETAILS:
             facts.append((key.replace("_", " ").capitalize(), value))
-    game_facts = GAME_FACTS.get(server.game)
-    if game_facts:
-        facts += game_facts(server)
-    player_names = PLAYER_NAMES.get(server.game)
-    if player_names:
-        facts.append(("Players online", ", ".join(player_names(server))))
+    facts += room.facts(server)
+    facts.append(("Players online", ", ".join(room.player_names(server))))
     return facts
 
 
@@ -11110,9 +10815,8 @@ def uptime_text(series, first_seen):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` is a list of filled FINDING templates. `listed` is a list
-    of the servers at that address that are listed now; their times, and the present time `wall`,
-    are in seconds since 1970."""
+    `port` is 0 for all ports. `findings` are filled FINDING templates. `listed` has the servers at
+    that address that are listed now; their times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -11143,10 +10847,7 @@ def render_check_page(context, address, port, findings, listed, wall):
 
 
 def render_error_page(context, status, reason, hint):
-    """Return the page for an HTTP error as UTF-8 bytes.
-
-    `status` and `reason` are those of the response, such as 404 and "Not Found". `hint` tells the
-    reader what to do about the error."""
+    """Return the page for an error such as 404 "Not Found"; `hint` says what to do about it."""
     main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
     return render_page(context, reason, main=main)
 
@@ -11322,17 +11023,6 @@ def chart_paths(bars, width, top):
 # the same body. Whole responses are kept for a second by the bytes of their requests, so most
 # requests cost one look-up.
 # ================================================================================================
-
-GAME_TITLES = {
-    "iceball": "Iceball",
-    "hyperbol": "Hyperbol",
-    "subspace": "SubSpace",
-    "aio": "AIO",
-    "luanti": "Luanti",
-    "ddnet": "DDNet",
-    "quake3": "Quake III family",
-    **QUAKE3_TITLES,
-}
 
 # To search this many servers takes about 4 ms, and costs the client as much as one request
 SEARCH_SERVERS = 1000
@@ -11804,7 +11494,8 @@ class Web(TcpProtocol):
             self.registry.titles, {**GAME_TITLES, **settings["games"]})
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
-            settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
+            settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"],
+            self.core.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -11887,7 +11578,7 @@ class Web(TcpProtocol):
             game, port = request.announced
             self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
                                          str(refused))
-            status = REFUSED_STATUS.get(refused.outcome, 403)
+            status = {"bad packet": 400, "limit": 429, "busy": 429}.get(refused.outcome, 403)
             raise HttpError(status, str(refused)) from None
 
     def charge(self, request, tokens):
@@ -12323,11 +12014,10 @@ def get_ddnet_servers(web, request):
 # --- Pages ---------------------------------------------------------------------------------------
 
 def contact_lines(listeners, host, settings):
-    """Return the lines of all Contacts for the games that can be announced here.
+    """Return the Contacts of the games that can be announced here, as (game, reader, line).
 
-    The result is a list of (game, reader, line), with the templates filled. `listeners` are the
-    open listeners of this master, `host` is its name or address. The operator's own games, Luanti
-    and DDNet are announced by HTTP."""
+    `listeners` are the open listeners of this master, `host` is its name or address."""
+    # Luanti, DDNet and the operator's own games are announced by HTTP
     ports = {"luanti": settings["luanti.enabled"], "ddnet": settings["ddnet.enabled"]}
     page = ""
     for listener in listeners:
@@ -12335,24 +12025,30 @@ def contact_lines(listeners, host, settings):
         ports[listener.protocol] = listener.port
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
-    contacts = {game: contact for game, contact in CONTACTS.items() if ports.get(game)}
+    contacts = {}
+    for game, contact in CONTACTS.items():
+        if ports.get(game):
+            contacts[game] = contact
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        if page or "%(page)s" not in template:
-            values = {"host": host, "port": ports.get(game), "game": game, "page": page}
-            lines.append((game, reader, template % values))
+        if "%(page)s" in template and not page:
+            continue
+        line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
+        lines.append((game, reader, line))
     return lines
 
 
 def day_total(hourly_players, games):
     """Return the player counts of these games together, for each hour of the last day.
 
-    `hourly_players` maps keys to counts; the key of a whole game is (game, "", 0). A count is None
-    if none of the games was recorded in that hour."""
-    keys = [(game, "", 0) for game in games]
-    days = [hourly_players[key] for key in keys if key in hourly_players]
+    A count is None if none of the games was recorded in that hour."""
+    days = []
+    for game in games:
+        whole_game = game, "", 0
+        if whole_game in hourly_players:
+            days.append(hourly_players[whole_game])
     totals = []
     for counts in zip(*days):
         recorded = without_gaps(counts)
@@ -12363,10 +12059,7 @@ def day_total(hourly_players, games):
 def get_page(web, request):
     """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
-
-    def render(servers, wall):
-        return render_list(web, list_filter, servers, wall)
-
+    render = functools.partial(render_list, web, list_filter)
     return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
@@ -12376,7 +12069,10 @@ def render_list(web, list_filter, servers, wall):
     Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
     look = web.look
     game = list_filter.game
-    counts = {name: len(listed) for name, listed in web.registry.games.items() if listed}
+    counts = {}
+    for counted_game, listed in web.registry.games.items():
+        if listed:
+            counts[counted_game] = len(listed)
     day = ()
     if list_filter == ListFilter(game):     # the result of a search has no history
         day = day_total(web.hourly_players, [game] if game else counts)
@@ -12398,10 +12094,9 @@ def render_list(web, list_filter, servers, wall):
 
 
 def with_wall_times(server, epoch):
-    """Return a copy of a server with times in seconds since 1970, as pages show them.
+    """Return a copy of a server with times in seconds since 1970 instead of the monotonic clock's.
 
-    The times of the server itself are readings of the monotonic clock. `epoch` is the wall clock
-    minus the monotonic clock."""
+    `epoch` is the difference between the two."""
     server_copy = copy.copy(server)
     server_copy.first_seen += epoch
     server_copy.last_seen += epoch
@@ -12411,15 +12106,16 @@ def with_wall_times(server, epoch):
 def get_server(web, request):
     """Return the response with the page of one server, which the query names.
 
-    A server that has left the list has a page too, if the database remembers it. Raise HttpError
-    if nothing is known of the server."""
+    A server that has left the list has a page too, if the database remembers it."""
     query = query_history(request)
     wall = request.now + web.epoch
     database = web.core.database
     remembered = series = None
     if database is not None:
-        remembered, series = from_disk(request, lambda: (
-            database.known(*query.key), database.history(*query.key, query.span, wall)))
+        def read_both():
+            return database.known(*query.key), database.history(*query.key, query.span, wall)
+
+        remembered, series = from_disk(request, read_both)
     listed = web.registry.get(*query.key)
     if listed:
         server = with_wall_times(listed, web.epoch)
@@ -12433,8 +12129,9 @@ def get_server(web, request):
         # A server that has come back was first seen before its present stay in the list
         server.first_seen = min(server.first_seen, remembered.first_seen)
     base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    page = render_server_page(
-        web.look, server, listed is not None, (query.span, series), base, wall)
+    is_listed = listed is not None
+    history = query.span, series
+    page = render_server_page(web.look, server, is_listed, history, base, wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -12477,10 +12174,7 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """Return the response with the player counts of one server, or of a whole game, as JSON.
-
-    The query names a game, perhaps an address and a port, and one of the SPANS. Raise HttpError if
-    this master has no database."""
+    """Return the response with the player counts of one server, or of a whole game, as JSON."""
     query = query_history(request)
     database = web.core.database
     if database is None:
@@ -12503,13 +12197,7 @@ def get_history_json(web, request):
 # --- Announcements by HTTP -----------------------------------------------------------------------
 
 ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after half of this
-# The HTTP statuses of refused announcements by their outcomes. For all others it is 403
-REFUSED_STATUS = {"bad packet": 400, "limit": 429, "busy": 429}
 FORM_TYPE = "application/x-www-form-urlencoded"
-# In a form, a character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it,
-# and each may be written as three, such as %F0. A character of a field's name takes three
-FORM_VALUE_BYTES = 12 * TEXT_CHARACTERS
-FORM_NAME_BYTES = 3 * len("max_players")
 
 
 def announced_text(value, max_characters):
@@ -12625,11 +12313,15 @@ def form_values(pairs):
     """Return the values in the pairs of an urlencoded form, by the names in ANNOUNCED_FIELDS.
 
     If a name occurs twice, its last value counts."""
+    # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and each
+    # may be written as three, such as %F0. A character of a field's name takes three
+    value_bytes = 12 * TEXT_CHARACTERS
+    name_bytes = 3 * len("max_players")
     raw_values = {}
     for pair in pairs:
         name, _, value = pair.partition(b"=")
-        raw_name = urllib.parse.unquote_to_bytes(name[:FORM_NAME_BYTES])
-        raw_values[raw_name] = value[:FORM_VALUE_BYTES]
+        raw_name = urllib.parse.unquote_to_bytes(name[:name_bytes])
+        raw_values[raw_name] = value[:value_bytes]
     values = {}
     for name in ANNOUNCED_FIELDS:
         raw_value = raw_values.get(name.encode())
@@ -13149,6 +12841,9 @@ SETTINGS.update((setting.name, setting) for setting in (
     *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS = {game.game: game for game in GAMES}
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
+GAME_TITLES = {}
+for each_game in GAMES:
+    GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
@@ -13162,18 +12857,7 @@ TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file
 # ================================================================================================
 
 WINDOWS = os.name == "nt"
-# Options that accepted connections inherit. Writes are sent at once. A dead peer is found after two
-# minutes, also while sent data is unacknowledged (TCP_USER_TIMEOUT, in milliseconds). macOS has
-# other names for some, and Windows lacks them.
-TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
-               ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
-               ("TCP_USER_TIMEOUT", 120_000))
-# Ever larger receive buffers are requested; the largest that the system grants stays in force.
-UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
-UDP_READ_BYTES = 65536              # no datagram is longer
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-LOGGED_MALFORMED_BYTES = 48         # how much of a malformed packet the log shows
-LOGGED_FAULT_BYTES = 600            # how much the log shows of input that a bug could not handle
 
 
 class StartError(Exception):
@@ -13219,30 +12903,28 @@ class MessageVector:
     MMSGHDR = struct.Struct("@PI4xPNPNi4xI4x")
     IOVEC = struct.Struct("@PN")                # pointer to the data, length
     SOCKADDR_BYTES = 16
-    IOVECS_EACH, NO_CONTROL, NO_FLAGS = 1, (0, 0), 0
     # The structs above are right only here: system, Python implementation, bytes of a pointer.
-    # PyPy on Linux could use them too, but is faster without.
+    # PyPy on Linux could use them too, but is faster without
     PLATFORM = ("linux", "cpython", 8)
 
     @classmethod
     def create(cls):
-        """Return a MessageVector, or None if this platform does not have the two calls or refuses
-        them."""
-        platform = (sys.platform, sys.implementation.name, struct.calcsize("P"))
-        if platform != cls.PLATFORM:
+        """Return a MessageVector, or None if this platform lacks the two calls or refuses them."""
+        if (sys.platform, sys.implementation.name, struct.calcsize("P")) != cls.PLATFORM:
             return None
-        try:
-            return cls(ctypes.CDLL(None, use_errno=True))
-        except (NameError, AttributeError, OSError):
-            # This Python has no ctypes, the C library lacks a call, or the system refuses it
-            return None
+        # This Python may have no ctypes, and the C library may lack a call
+        with contextlib.suppress(NameError, AttributeError, OSError):
+            library = ctypes.CDLL(None, use_errno=True)
+            no_socket, no_headers, no_flags, no_timeout = -1, None, 0, None
+            library.recvmmsg(no_socket, no_headers, 0, no_flags, no_timeout)
+            # An old kernel or a sandbox refuses the call; others complain about the socket
+            if ctypes.get_errno() == errno.EBADF:
+                return cls(library.recvmmsg, library.sendmmsg)
+        return None
 
-    def __init__(self, library):
-        """Find the calls in `library`, a ctypes.CDLL, and allocate the buffers. Raise
-        AttributeError if the library lacks a call, and OSError if the system refuses it."""
-        self.receive_call = library.recvmmsg
-        self.send_call = library.sendmmsg
-        self.check_receive_call()
+    def __init__(self, receive_call, send_call):
+        self.receive_call = receive_call
+        self.send_call = send_call
         buffer_bytes = DRAIN_DATAGRAMS * MAX_DATAGRAM_BYTES
         # One buffer holds the received data, and later the data to send
         self.data = ctypes.create_string_buffer(buffer_bytes)
@@ -13251,8 +12933,11 @@ class MessageVector:
         # that Python does not free it
         self.headers, self.iovecs, self.sockaddrs = self.make_arrays()
         self.out_headers, self.out_iovecs, self.out_sockaddrs = self.make_arrays()
-        # Views through which receive() and send() read and write single fields
-        self.lengths = self.length_column(self.headers)
+        # Views through which receive() and send() read and write single fields. A mmsghdr is read
+        # as 32-bit numbers: the last one is padding, and the datagram's length comes before it
+        header_numbers = memoryview(self.headers).cast("B").cast("I")
+        numbers_each = self.MMSGHDR.size // 4
+        self.lengths = header_numbers[numbers_each - 2::numbers_each]
         self.out_data_bytes = memoryview(self.data).cast("B")
         self.out_sockaddr_bytes = memoryview(self.out_sockaddrs).cast("B")
         iovec_fields = memoryview(self.out_iovecs).cast("B").cast("Q")
@@ -13260,14 +12945,6 @@ class MessageVector:
         self.out_lengths = iovec_fields[1::2]
         # The cache is five times as fast as making the text of an address again
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
-
-    def check_receive_call(self):
-        """Raise OSError if the system refuses recvmmsg(), as an old kernel or a sandbox does."""
-        no_socket, no_headers, no_timeout = -1, None, None
-        self.receive_call(no_socket, no_headers, 0, self.NO_FLAGS, no_timeout)
-        # A system that has the call complains about the socket instead
-        if ctypes.get_errno() != errno.EBADF:
-            raise OSError(ctypes.get_errno(), "recvmmsg() is refused")
 
     def make_arrays(self):
         """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in.
@@ -13277,26 +12954,16 @@ class MessageVector:
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
+        iovecs_each, control, control_bytes, flags, received_bytes = 1, 0, 0, 0, 0
         for position, data_start in enumerate(self.data_starts):
-            self.IOVEC.pack_into(
-                iovecs, position * self.IOVEC.size,
-                ctypes.addressof(self.data) + data_start, MAX_DATAGRAM_BYTES)
+            data = ctypes.addressof(self.data) + data_start
             sockaddr = ctypes.addressof(sockaddrs) + position * self.SOCKADDR_BYTES
             iovec = ctypes.addressof(iovecs) + position * self.IOVEC.size
-            received_bytes = 0
+            self.IOVEC.pack_into(iovecs, position * self.IOVEC.size, data, MAX_DATAGRAM_BYTES)
             self.MMSGHDR.pack_into(
                 headers, position * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
-                iovec, self.IOVECS_EACH, *self.NO_CONTROL, self.NO_FLAGS, received_bytes)
+                iovec, iovecs_each, control, control_bytes, flags, received_bytes)
         return headers, iovecs, sockaddrs
-
-    def length_column(self, headers):
-        """Return a view of the datagram length in every mmsghdr of `headers`.
-
-        A mmsghdr is read as 32-bit numbers. The last one is padding; the length comes before it."""
-        numbers = memoryview(headers).cast("B").cast("I")
-        numbers_per_header = self.MMSGHDR.size // 4
-        first_length = numbers_per_header - 2
-        return numbers[first_length::numbers_per_header]
 
     @staticmethod
     def read_sockaddr(sockaddr):
@@ -13345,7 +13012,7 @@ class MessageVector:
         position = 0
         while position < count:
             remaining = ctypes.byref(self.out_headers, position * self.MMSGHDR.size)
-            sent = self.send_call(sock.fileno(), remaining, count - position, self.NO_FLAGS)
+            sent = self.send_call(sock.fileno(), remaining, count - position, 0)
             if sent > 0:
                 tally.sent += sent
                 position += sent
@@ -13361,16 +13028,15 @@ class MessageVector:
 def log_failure(error, tally, peer, protocol_name, data):
     """Count and log an exception that was raised while the input of a peer was handled.
 
-    Malformed input is logged at debug level. Any other exception is a bug of this program and is
-    logged as an error, with its traceback. `peer` is the peer as text, `data` the input."""
+    Any exception but Malformed is a bug of this program and is logged with its traceback. `peer` is
+    the peer as text, `data` the input."""
     if isinstance(error, Malformed):
         tally.malformed += 1
-        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error,
-                  data[:LOGGED_MALFORMED_BYTES])
+        log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
     else:
         tally.errors += 1
-        log.error("%s %s: a fault of the program: %a", peer, protocol_name,
-                  data[:LOGGED_FAULT_BYTES], exc_info=error)
+        log.error("%s %s: a fault of the program: %a", peer, protocol_name, data[:600],
+                  exc_info=error)
 
 
 class UdpSocket:
@@ -13392,12 +13058,13 @@ class UdpSocket:
 
     def on_readable(self, now):
         """Read a batch of the datagrams that are waiting, and answer those that the limiter
-        allows."""
+        allows. Answers to their senders are sent together, those to others at once."""
         vector, tally = self.vector, self.tally
         # A reply address is a peer in the form that sending takes
         packets, peers, reply_addresses = vector.receive(self.sock) if vector else self.receive()
         tally.received += len(packets)
         tally.bytes_in += sum(map(len, packets))
+
         # Servers that repeat themselves are refreshed before the limiter counts. Otherwise a flood
         # with a server's forged address would use up its limit, and the server would be delisted
         repeat_answers = [None] * len(packets)
@@ -13411,46 +13078,39 @@ class UdpSocket:
                 if server is not None:
                     server.last_seen = now
                     repeat_answers[number] = self.protocol.repeat_answer(packets[number])
+
         allow = self.limiter.allow
-        allowed = [allow(peer[0], now) for peer in peers]
-        if not all(allowed):
-            tally.limited += allowed.count(False)
-            packets = itertools.compress(packets, allowed)
-            peers = itertools.compress(peers, allowed)
-            reply_addresses = itertools.compress(reply_addresses, allowed)
-            repeat_answers = itertools.compress(repeat_answers, allowed)
+        record_outcome = self.registry.record_outcome
         answers = []
         for packet, peer, reply_address, repeat_answer in zip(
                 packets, peers, reply_addresses, repeat_answers):
-            if repeat_answer:
-                answers.append((repeat_answer, reply_address))
-            elif repeat_answer is None:
-                self.handle(packet, peer, reply_address, answers, now)
+            if not allow(peer[0], now):
+                tally.limited += 1
+                continue
+            if repeat_answer is not None:
+                if repeat_answer:
+                    answers.append((repeat_answer, reply_address))
+                continue
+            try:
+                for reply, recipient in self.protocol.datagram(packet, peer, now):
+                    if recipient is peer:
+                        answers.append((reply, reply_address))
+                    else:
+                        self.send([(reply, recipient)])
+            except Limited:
+                tally.limited += 1
+            except Refused as refused:
+                record_outcome(peer[0], self.protocol.game, refused.port, refused.outcome, now,
+                               str(refused))
+            except Exception as error:
+                if isinstance(error, Malformed) and self.protocol.game:
+                    record_outcome(peer[0], self.protocol.game, 0, "bad packet", now, str(error))
+                log_failure(error, tally, endpoint_text(*peer[:2]), self.name, packet)
+
         if answers and vector:
             vector.send(self.sock, answers, tally)
         else:
             self.send(answers)
-
-    def handle(self, packet, peer, reply_address, answers, now):
-        """Have the protocol read one datagram. Replies to its sender are appended to `answers` as
-        (data, reply_address), to be sent with those of the batch. Replies to others are sent at
-        once."""
-        try:
-            for reply, recipient in self.protocol.datagram(packet, peer, now):
-                if recipient is peer:
-                    answers.append((reply, reply_address))
-                else:
-                    self.send([(reply, recipient)])
-        except Limited:
-            self.tally.limited += 1
-        except Refused as refused:
-            self.registry.record_outcome(
-                peer[0], self.protocol.game, refused.port, refused.outcome, now, str(refused))
-        except Exception as error:
-            if isinstance(error, Malformed) and self.protocol.game:
-                self.registry.record_outcome(
-                    peer[0], self.protocol.game, 0, "bad packet", now, str(error))
-            log_failure(error, self.tally, endpoint_text(*peer[:2]), self.name, packet)
 
     def receive(self):
         """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one, on any system.
@@ -13458,17 +13118,16 @@ class UdpSocket:
         Return three lists, as MessageVector.receive() does: the data of each datagram, its peer,
         and the address for a reply. The last two are the same list here."""
         packets, peers = [], []
-        max_bytes = self.protocol.datagram_bytes
         for _ in range(DRAIN_DATAGRAMS):
             try:
                 # With a shorter buffer Windows would drop a long datagram instead of cutting it off
-                packet, peer = self.sock.recvfrom(UDP_READ_BYTES)
+                packet, peer = self.sock.recvfrom(65536)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 # Windows reports here that an earlier answer of ours has met a closed port
                 continue
-            packets.append(packet[:max_bytes])
+            packets.append(packet[:self.protocol.datagram_bytes])
             peers.append(peer)
         return packets, peers, peers
 
@@ -13502,7 +13161,7 @@ class TcpConnection:
     and the peer could lose the end of the answer."""
 
     def __init__(self, listener, sock, address, session):
-        """Start to read from an accepted, non-blocking socket.
+        """Start to read from an accepted, non-blocking socket or TlsSocket.
 
         `listener` is the TcpListener that has accepted it, `address` the peer's address."""
         self.listener = listener
@@ -13511,6 +13170,7 @@ class TcpConnection:
         self.sock = sock
         self.address = address
         self.session = session
+        self.is_closed = False
         self.unsent: Any = b""              # output for which the socket had no room yet
         # When to disconnect a peer that reads too slowly, or that does not close its side
         self.deadline = math.inf
@@ -13541,7 +13201,13 @@ class TcpConnection:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
+        except NotTls:
+            self.sock = self.sock.sock
+            self.session = self.listener.protocol.plain_refusal(self.address, now)
+            self.answer(now, self.session.opened)
+            return
+        except (OSError, Malformed) as error:
+            self.tally.malformed += isinstance(error, Malformed)
             self.close(now)
             return
         if self.session.done:
@@ -13621,7 +13287,7 @@ class TcpConnection:
 
         If the session is done and all its output is written, the connection begins to linger."""
         session = self.session
-        if self.is_closed():
+        if self.is_closed:
             return
         if self.unsent:
             self.wait_for(selectors.EVENT_WRITE)
@@ -13644,8 +13310,7 @@ class TcpConnection:
 
         Do nothing if the session does not wait for it any more: it has timed out during the job,
         and has answered 503 already."""
-        still_waits = self.events == NO_EVENTS
-        if still_waits and not self.is_closed():
+        if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
@@ -13657,160 +13322,111 @@ class TcpConnection:
         elif not self.unsent and not self.session.done:
             self.answer(now, self.session.tick)
 
-    def is_closed(self):
-        """Return whether close() has been called."""
-        return self not in self.master_server.connections
-
     def close(self, now):
         """Close the connection at once and tell the session. A second call does nothing."""
-        if self.is_closed():
+        if self.is_closed:
             return
+        self.is_closed = True
         # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
         del self.master_server.connections[self]
-        for key in source_keys(self.address):
-            decrement(self.master_server.connections_by_source, key)
+        self.master_server.connections_by_source.take(self.address, -1)
         self.master_server.guarded(self.session.closed, now)
 
 
-# The first byte of a TLS connection: the type of a record that belongs to the handshake
-TLS_HANDSHAKE_RECORD = b"\x16"
-# The time for a handshake. The session's own deadline for the first request runs meanwhile
-TLS_HANDSHAKE_S = HTTP_REQUEST_S
-
-
-# A TLS connection may receive so many bytes without any data for its session, such as those of the
-# handshake. OpenSSL takes 14 us for a KeyUpdate of 27 bytes; without a limit, one peer that sends
-# nothing else could keep the event loop busy
-TLS_SPARE_BYTES = 32768
-# Each byte of data allows so many more. A record with one byte of data has 23 to 30 bytes
-TLS_SPARE_PER_BYTE = 32
-TLS_READ_BYTES = 16384                  # are decrypted at once, before other connections are served
-TLS_WRITE_BYTES = 16384                 # are encrypted at once, and may wait for a slow reader
-TLS_UNSENT_BYTES = 65536                # of answers of the layer itself, which a peer does not read
+class NotTls(Exception):
+    """Raised for a client that does not begin with a TLS handshake."""
 
 
 class TlsSocket:
     """The TLS layer of an accepted, non-blocking socket, with those methods of a socket that
-    TcpConnection uses.
+    TcpConnection uses. It makes the handshake while it reads.
 
-    OpenSSL does not read from the socket itself: it is given a bounded number of bytes at a time.
-    Wherever the peer has to be waited for, BlockingIOError is raised, as by a socket. Any fault of
-    the peer is an OSError."""
+    OpenSSL does not read from the socket itself, because it would read KeyUpdates, in 14 us each,
+    for as long as the peer sends them. It gets READ_BYTES at a time, and a peer that sends too
+    many bytes without data is closed. Wherever the peer has to be waited for, BlockingIOError is
+    raised, as by a socket. Bytes that are not TLS are Malformed."""
+
+    READ_BYTES = WRITE_BYTES = 16384        # are decrypted or encrypted at once
+    # A connection may receive so many bytes without data, such as those of the handshake, and so
+    # many more for each byte of data. A record with one byte of data has 23 to 30 bytes
+    SPARE_BYTES = 32768
+    SPARE_PER_BYTE = 32
 
     def __init__(self, sock, context):
-        """Take over the socket. `context` is an ssl.SSLContext with a certificate."""
-        import ssl                      # it is loaded already, because the context was made by it
+        """`context` is an ssl.SSLContext with a certificate."""
         self.sock = sock
-        self.waiting_error = ssl.SSLWantReadError
+        self.context = context
+        self.fileno = sock.fileno
+        self.tls: Any = None            # an ssl.SSLObject, once the peer has sent something
         self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
         self.encrypted = ssl.MemoryBIO()        # what OpenSSL has encrypted
-        self.tls = context.wrap_bio(self.received, self.encrypted, server_side=True)
         self.unsent = b""               # encrypted bytes for which the socket had no room yet
         self.unsent_data_bytes = 0      # the bytes of data in it, which send() has not counted yet
-        self.spare_bytes = TLS_SPARE_BYTES
-        self.raw_bytes = 0              # what the last read_socket() has read
-        # True if recv() has something to return that the selector does not see: data that came with
-        # the end of the handshake, or a close_notify that came with data
-        self.has_more = False
-
-    def fileno(self):
-        """Return the socket's file descriptor, -1 if it is closed."""
-        return self.sock.fileno()
-
-    def shake_hands(self):
-        """Go on with the handshake. Raise BlockingIOError if it is not complete yet."""
-        if not self.read_socket():
-            raise ConnectionError("ended within the handshake")
-        self.spend_spare_bytes(data_bytes=0)
-        try:
-            self.tls.do_handshake()
-        except self.waiting_error:
-            raise BlockingIOError from None
-        except RuntimeError as error:           # PyPy's, if OpenSSL has no text for an error
-            raise OSError(str(error)) from None
-        finally:
-            self.flush()                # the next part of the handshake, or an alert
-
-    def read_socket(self):
-        """Give OpenSSL the next bytes from the socket. Return False if the peer has ended."""
-        raw = self.sock.recv(TLS_READ_BYTES)
-        self.raw_bytes = len(raw)
-        self.received.write(raw)
-        return bool(raw)
-
-    def spend_spare_bytes(self, data_bytes):
-        """Count the bytes that read_socket() has read, which had `data_bytes` of data in them.
-
-        Raise OSError if too many had none."""
-        spare_bytes = self.spare_bytes + TLS_SPARE_PER_BYTE * data_bytes - self.raw_bytes
-        if spare_bytes < 0:
-            raise OSError("too many bytes without data")
-        self.spare_bytes = min(spare_bytes, TLS_SPARE_BYTES)
+        self.spare_bytes = self.SPARE_BYTES
 
     def recv(self, max_bytes):
-        """Return data of the peer, b"" if it has ended its side. They are at most TLS_READ_BYTES,
-        whatever `max_bytes` is."""
-        if self.has_more:
-            self.has_more = False
-            self.raw_bytes = 0
-        elif not self.read_socket():
+        """Return data of the peer, b"" if it has ended its side. They are at most READ_BYTES,
+        whatever `max_bytes` is. Raise NotTls if the peer does not begin with a handshake."""
+        raw = self.sock.recv(self.READ_BYTES)
+        if not raw:
             return b""
-        return self.decrypted()
-
-    def decrypted(self):
-        """Return all data that OpenSSL can decrypt now, b"" if the peer has ended its side.
-
-        Raise BlockingIOError if there are none yet."""
+        if self.tls is None:
+            if not raw.startswith(b"\x16"):         # the type of a handshake's record
+                raise NotTls
+            self.tls = self.context.wrap_bio(self.received, self.encrypted, server_side=True)
+        self.received.write(raw)
         data = b""
         try:
-            piece = self.tls.read(RECV_BYTES)
+            piece = self.tls.read(self.READ_BYTES)
             while piece:
                 data += piece
                 # To look first is cheaper than an exception for each request
                 if not (self.received.pending or self.tls.pending()):
-                    return data
-                piece = self.tls.read(RECV_BYTES)
-            self.has_more = bool(data)          # the end, which the next call returns
-        except self.waiting_error:
+                    break
+                piece = self.tls.read(self.READ_BYTES)
             if not data:
-                raise BlockingIOError from None
-        except RuntimeError as error:
-            raise OSError(str(error)) from None
+                return b""
+        except ssl.SSLWantReadError:
+            pass
+        except (ssl.SSLError, RuntimeError) as error:       # PyPy's, if OpenSSL has no text for it
+            raise Malformed("TLS: %s" % error) from None
         finally:
-            self.spend_spare_bytes(len(data))
-            # OpenSSL may have answered something itself. A peer that never reads is given up
-            if not self.flush() and len(self.unsent) > TLS_UNSENT_BYTES:
-                raise OSError("the peer does not read")
+            is_all_sent = self.flush()      # the next part of the handshake, or an alert
+        self.spare_bytes += self.SPARE_PER_BYTE * len(data) - len(raw)
+        self.spare_bytes = min(self.spare_bytes, self.SPARE_BYTES)
+        if self.spare_bytes < 0 or not is_all_sent:
+            raise Malformed("TLS: too many bytes without data, or a peer that does not read")
+        if not data:
+            raise BlockingIOError
         return data
 
     def send(self, data):
         """Send as much of the data as the socket has room for, and return the number of bytes.
 
-        If some could not be sent, the next call has to begin with them, as TcpConnection does."""
+        If some could not be sent, the next call has to begin with them, as TcpConnection does.
+        Raise OSError before the end of the handshake."""
+        if self.tls is None:
+            raise ConnectionError("nothing has come yet")
         if not self.flush():
-            raise BlockingIOError
-        view = memoryview(data)
+            return 0
         sent = self.unsent_data_bytes
         self.unsent_data_bytes = 0
-        try:
-            while sent < len(view):
-                written = self.tls.write(view[sent:sent + TLS_WRITE_BYTES])
-                if not self.flush():
-                    self.unsent_data_bytes = written
-                    break
-                sent += written
-        except RuntimeError as error:
-            raise OSError(str(error)) from None
-        if view and not sent:
-            raise BlockingIOError
+        while sent < len(data):
+            try:
+                written = self.tls.write(data[sent:sent + self.WRITE_BYTES])
+            except RuntimeError as error:       # PyPy's
+                raise OSError(str(error)) from None
+            if not self.flush():
+                self.unsent_data_bytes = written
+                break
+            sent += written
         return sent
 
     def flush(self):
         """Send what OpenSSL has encrypted. Return False if the socket has no room for all of it."""
-        if self.encrypted.pending:
-            self.unsent += self.encrypted.read()
+        self.unsent += self.encrypted.read()
         if self.unsent:
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 sent = self.sock.send(self.unsent)
@@ -13818,85 +13434,20 @@ class TlsSocket:
         return not self.unsent
 
     def shutdown(self, how):
-        """Tell the peer by close_notify that nothing follows, and close our side as `how` says."""
         self.notify_close()
         self.sock.shutdown(how)
 
     def close(self):
-        """Close the socket, with a close_notify."""
         self.notify_close()
         self.sock.close()
 
     def notify_close(self):
         """Send a close_notify, if there is room for it. The peer need not answer it."""
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            self.tls.unwrap()
+            if self.tls is not None:
+                self.tls.unwrap()
         with contextlib.suppress(OSError):
             self.flush()
-
-
-class TlsConnection(TcpConnection):
-    """A TCP connection by TLS. Its session begins when the handshake is complete.
-
-    Until then it waits for input alone, and has TLS_HANDSHAKE_S. A client that does not speak TLS
-    gets a session that says so, without TLS."""
-
-    is_session_begun = False
-
-    def __init__(self, listener, sock, address, session, now):
-        """Start to wait for the handshake. The parameters are those of TcpConnection."""
-        super().__init__(listener, sock, address, session)
-        self.deadline = now + TLS_HANDSHAKE_S
-
-    def on_readable(self, now):
-        """Go on with the handshake. After it, read as TcpConnection does."""
-        if self.is_session_begun:
-            self.read_data(now)
-            return
-        try:
-            is_tls = isinstance(self.sock, TlsSocket) or self.begin_tls()
-            if is_tls:
-                self.sock.shake_hands()
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self.tally.malformed += 1
-            self.close(now)
-            return
-        self.is_session_begun = True
-        self.deadline = math.inf
-        if is_tls:
-            self.session.encrypted()
-            self.sock.has_more = True
-            self.read_data(now)
-        else:
-            self.session = self.listener.protocol.plain_refusal(self.address, now)
-            self.answer(now, self.session.opened)
-
-    def read_data(self, now):
-        """Read as TcpConnection does, and what the selector does not see as well."""
-        super().on_readable(now)
-        waits_for_input = self.events == selectors.EVENT_READ
-        if waits_for_input and isinstance(self.sock, TlsSocket) and self.sock.has_more:
-            super().on_readable(now)
-
-    def begin_tls(self):
-        """Return True, and put TLS over the socket, if the peer has begun a handshake.
-
-        Return False if it has sent something else. Raise OSError if it has sent nothing and gone.
-        """
-        first_byte = self.sock.recv(1, socket.MSG_PEEK)
-        if not first_byte:
-            raise ConnectionError("ended before the handshake")
-        if first_byte != TLS_HANDSHAKE_RECORD:
-            return False
-        self.sock = TlsSocket(self.sock, self.master_server.certificate.context)
-        return True
-
-    def tick(self, now):
-        """Close the connection if the handshake takes too long. After it, do as TcpConnection."""
-        if self.is_session_begun or now >= self.deadline:
-            super().tick(now)
 
 
 def bound_output(connections, now):
@@ -13922,8 +13473,7 @@ class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
     def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking;
-        `uses_tls`: whether its connections are encrypted by TLS."""
+        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
         self.uses_tls = uses_tls
         self.master_server = master_server
         self.name = name
@@ -13944,7 +13494,10 @@ class TcpListener:
             except OSError as error:
                 if error.errno in OUT_OF_DESCRIPTORS:
                     report(health, "descriptors", error.strerror)
-                    self.pause()
+                    # Waiting connections stay in the backlog until the next tick. The selector
+                    # would report them again at once, in an endless loop
+                    self.master_server.selector.unregister(self.sock)
+                    self.is_paused = True
                     return
                 # The peer has closed this connection already
                 continue
@@ -13955,12 +13508,6 @@ class TcpListener:
             health.pop("descriptors", None)
             address, *_ = peer
             self.accept(sock, canonical_address(address), now)
-
-    def pause(self):
-        """Stop accepting until the next tick. Waiting connections stay in the backlog; without the
-        pause the selector would report them again at once, in an endless loop."""
-        self.master_server.selector.unregister(self.sock)
-        self.is_paused = True
 
     def tick(self, now):
         """End a pause. This is called once a second."""
@@ -13974,18 +13521,14 @@ class TcpListener:
         A connection over a limit gets the protocol's refusal as its session, which says so and
         ends. A blocked address gets no answer; its connection is just closed."""
         master_server, protocol = self.master_server, self.protocol
-        rules = master_server.rules
-        if rules.blocked and address in rules.blocked:
+        is_refused = self.is_over_limit(address, now)
+        # A refusal in words would cost a handshake, which takes longer than most requests
+        if address in master_server.rules.blocked or (is_refused and self.uses_tls):
             self.tally.limited += 1
             sock.close()
             return
-        is_refused = self.is_over_limit(address, now)
         if is_refused:
             self.tally.limited += 1
-            if self.uses_tls:
-                # A refusal in words would cost a handshake, which takes longer than most requests
-                sock.close()
-                return
             session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1
@@ -13993,12 +13536,11 @@ class TcpListener:
         self.make_room(now)
         sock.setblocking(False)
         if self.uses_tls:
-            connection: TcpConnection = TlsConnection(self, sock, address, session, now)
-        else:
-            connection = TcpConnection(self, sock, address, session)
+            sock = TlsSocket(sock, master_server.certificate.context)
+            session.encrypted()
+        connection = TcpConnection(self, sock, address, session)
         master_server.connections[connection] = None
-        for key in source_keys(address):
-            master_server.connections_by_source[key] += 1
+        master_server.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.answer(now, session.opened)
         else:
@@ -14011,47 +13553,35 @@ class TcpListener:
         master_server = self.master_server
         rules = master_server.rules
         max_open = master_server.settings["limits.connections_open"]
-        for key, limit in source_limits(address, max_open):
-            has_too_many = master_server.connections_by_source[key] >= limit
-            if has_too_many and not rules.exempts(address):
-                return True
+        has_too_many = master_server.connections_by_source.full(address, max_open)
+        if has_too_many and not rules.exempts(address):
+            return True
         return not rules.connection_limiter.allow(address, now)
 
     def make_room(self, now):
-        """Close as many connections as it takes to have room for a new one, the least needed ones
-        first."""
+        """Close as many connections as it takes to have room for a new one.
+
+        First those that have had their whole answer, then those that have been idle for longest.
+        Connections of game servers that publish themselves are the last choice."""
         master_server = self.master_server
-        connections = master_server.connections
+        connections = master_server.connections         # the one idle for longest comes first
         max_connections = min(master_server.settings["limits.connections_total"],
                               master_server.max_descriptors - DESCRIPTORS_KEPT)
         while connections and len(connections) >= max_connections:
-            connection = self.least_needed_connection()
-            connection.tally.limited += 1
-            connection.close(now)
-
-    def least_needed_connection(self):
-        """Return the connection to close if there are too many: one that has had its whole answer,
-        or else the one that has been idle for longest. Connections of game servers that publish
-        themselves are the last choice."""
-        # The connection that has been idle for longest comes first
-        connections = self.master_server.connections
-        for connection in connections:
-            if connection.session.done and not connection.unsent:
-                return connection
-        for connection in connections:
-            if not connection.session.kept:
-                return connection
-        return next(iter(connections))
+            answered = (connection for connection in connections
+                        if connection.session.done and not connection.unsent)
+            clients = (connection for connection in connections if not connection.session.kept)
+            least_needed = next(itertools.chain(answered, clients, connections))
+            least_needed.tally.limited += 1
+            least_needed.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
 
-# Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days after their
-# begin. So with 14 days left, something is wrong
-CERTIFICATE_WARNING_S = 14 * DAY
-TLS_FILE_BYTES = 1 << 20                # the most that is read of a file; a chain has some 10 kB
-PEM_CERTIFICATE = re.compile(b"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.S)
-PEM_KEY = re.compile(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----")
+# The validity of a certificate in DER (RFC 5280, 4.1.2.5): two times, with two digits for the year
+# (from 1950 to 2049) or with four. Python has no public function for a certificate of our own
+VALIDITY = re.compile(rb"(?:\x17\x0D\d{12}Z|\x18\x0F\d{14}Z)"
+                      rb"(?:\x17\x0D(\d{12})Z|\x18\x0F(\d{14})Z)")
 
 
 class Certificate(NamedTuple):
@@ -14066,16 +13596,25 @@ def load_certificate(settings):
 
     Raise SettingsError if they name none, or if its files cannot be used."""
     certificate_path = settings.file("http.certificate")
+    key_path = settings.file("http.key")
+    key_setting = "key" if key_path else "certificate"
+    key_path = key_path or certificate_path
     if not certificate_path:
         raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
                             "certificate")
-    key_path = settings.file("http.key")
+    max_bytes = 1 << 20                 # a chain has some 10 kB
     with naming_tls_file("certificate", certificate_path):
-        expires = read_expiry(certificate_path)
-    with naming_tls_file("key" if key_path else "certificate", key_path or certificate_path):
-        check_key_file(key_path or certificate_path)
+        expires = certificate_expiry(read_file(certificate_path, max_bytes))
+    with naming_tls_file(key_setting, key_path):
+        key = read_file(key_path, max_bytes)
+        match = re.search(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----", key)
+        if not match:
+            raise ValueError("there is no private key in it")
+        # The older form of an encrypted key has a header field for that
+        if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in key:
+            raise ValueError("its key asks for a password; store it without one")
     with naming_tls_file("certificate", certificate_path):
-        context = tls_context(certificate_path, key_path or certificate_path)
+        context = tls_context(certificate_path, key_path)
     return Certificate(context, expires)
 
 
@@ -14085,50 +13624,36 @@ def naming_tls_file(setting, path):
     setting [http] `setting` and its file."""
     try:
         yield
-    except OSError as error:
-        raise SettingsError("[http] %s = %s: %s" % (
-            setting, path, error.strerror or error)) from None
-    except ValueError as error:
-        raise SettingsError("[http] %s = %s: %s" % (setting, path, error)) from None
+    except (OSError, ValueError) as error:
+        trouble = getattr(error, "strerror", None) or error
+        raise SettingsError("[http] %s = %s: %s" % (setting, path, trouble)) from None
 
 
-def read_expiry(path):
-    """Return when the first certificate in a PEM file expires, in seconds since 1970.
+def certificate_expiry(pem):
+    """Return when the first certificate in the bytes of a PEM file expires, in seconds since 1970.
 
-    Raise OSError if the file cannot be read, and ValueError if there is no certificate in it."""
-    import ssl                          # only TLS needs the module
-    match = PEM_CERTIFICATE.search(read_pem(path))
-    if not match:
+    Raise ValueError if there is no certificate in it, or a damaged one."""
+    _, _, after_begin = pem.partition(b"-----BEGIN CERTIFICATE-----")
+    base64_text, end, _ = after_begin.partition(b"-----END CERTIFICATE-----")
+    if not end:
         raise ValueError("there is no certificate in it")
     try:
-        return expiry_of_certificate(ssl.PEM_cert_to_DER_cert(match.group().decode("ascii")))
-    except (IndexError, ValueError):
+        match = VALIDITY.search(base64.b64decode(base64_text))
+        if not match:
+            raise ValueError
+        two_digit_year, four_digit_year = match.groups()
+        century = b"19" if two_digit_year and two_digit_year >= b"50" else b"20"
+        text = four_digit_year or century + two_digit_year
+        expires = datetime.strptime(text.decode("ascii"), "%Y%m%d%H%M%S")
+    except ValueError:
         raise ValueError("the certificate in it is damaged") from None
-
-
-def check_key_file(path):
-    """Raise OSError if a PEM file cannot be read, and ValueError if there is no key in it, or one
-    that asks for a password."""
-    text = read_pem(path)
-    match = PEM_KEY.search(text)
-    if not match:
-        raise ValueError("there is no private key in it")
-    # The older form of an encrypted key has a header field for that
-    if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in text:
-        raise ValueError("its key asks for a password; store it without one")
-
-
-def read_pem(path):
-    """Return the bytes of a PEM file, TLS_FILE_BYTES at most."""
-    with open(path, "rb") as file:
-        return file.read(TLS_FILE_BYTES)
+    return expires.replace(tzinfo=timezone.utc).timestamp()
 
 
 def tls_context(certificate_path, key_path):
     """Return an ssl.SSLContext for a server with this certificate and key.
 
     Raise ValueError if they do not fit together or are damaged."""
-    import ssl                          # only TLS needs the module
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= getattr(ssl, "OP_NO_RENEGOTIATION", 0)       # older versions of PyPy lack it
@@ -14143,54 +13668,6 @@ def tls_context(certificate_path, key_path):
         raise ValueError("it, or the key in %s, cannot be used: %s"
                          % (key_path, error.reason or "damaged")) from None
     return context
-
-
-# The parts of a certificate that are read here, in DER: tag, length, contents (X.509, RFC 5280,
-# section 4.1). Python has no public function for a certificate of our own
-DER_VERSION = 0xA0                      # the tag of the version, which may be missing
-DER_UTC_TIME = 0x17                     # a time with two digits for the year, from 1950 to 2049
-DER_LONG_FORM = 0x80                    # in the length: so many bytes with the length follow
-
-
-class DerValue(NamedTuple):
-    """A value in DER."""
-
-    tag: int
-    contents: bytes
-    following: bytes                    # the bytes after the value
-
-
-def read_der(data):
-    """Return the DerValue at the beginning of some bytes. Raise IndexError if there is none."""
-    tag, length = data[0], data[1]
-    start = 2
-    if length & DER_LONG_FORM:
-        start += length ^ DER_LONG_FORM
-        length = int.from_bytes(data[2:start], "big")
-    return DerValue(tag, data[start:start + length], data[start + length:])
-
-
-def expiry_of_certificate(der):
-    """Return when a certificate expires, in seconds since 1970. `der` is the certificate in DER.
-
-    Raise IndexError or ValueError if it is damaged."""
-    certificate = read_der(der)
-    to_be_signed = read_der(certificate.contents)
-    field = read_der(to_be_signed.contents)
-    if field.tag == DER_VERSION:
-        field = read_der(field.following)
-    serial_number = field
-    signature_algorithm = read_der(serial_number.following)
-    issuer = read_der(signature_algorithm.following)
-    validity = read_der(issuer.following)
-    not_before = read_der(validity.contents)
-    not_after = read_der(not_before.following)
-    text = not_after.contents.decode("ascii")
-    if not_after.tag == DER_UTC_TIME:
-        century = "19" if text >= "50" else "20"
-        text = century + text
-    expires = datetime.strptime(text, "%Y%m%d%H%M%SZ")
-    return expires.replace(tzinfo=timezone.utc).timestamp()
 
 
 # --- Threads -------------------------------------------------------------------------------------
@@ -14243,7 +13720,6 @@ class WorkerThread:
 # --- The log ------------------------------------------------------------------------------------
 
 LOG_FILE_BYTES = 10 << 20           # the size at which a log file is rotated
-LOG_FILES = 3                       # how many older files are kept: with the current one 40 MB
 LOG_LINES = 1000                    # how many may wait for the thread that writes them
 LOG_END_S = 1.0                     # how long the end of the program waits for these to be written
 
@@ -14258,57 +13734,40 @@ class LogFile(logging.handlers.RotatingFileHandler):
             super().rotate(source, dest)
 
 
-class LogQueue(logging.handlers.QueueHandler):
-    """Puts log lines into a queue, from which a thread writes them.
-
-    So the event loop goes on even if the disk hangs, or if somebody selects text in the terminal
-    and so stops its output."""
-
-    def __init__(self, writer):
-        """Start the thread. It hands each line to `writer`, a logging.Handler."""
-        self.lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(self.lines)                # type: ignore[arg-type,unused-ignore]
-        self.traceback_limiter = Limiter(FAULT_RATE)
-        self.addFilter(self.has_room)
-        self.listener = logging.handlers.QueueListener(self.lines, writer)
-        self.listener.start()
-
-    def has_room(self, record):
-        """Return False if a line must be dropped.
-
-        That is so if LOG_LINES lines are waiting already, or if the line has a traceback and there
-        were too many of them lately."""
-        if self.lines.qsize() >= LOG_LINES:
-            return False
-        if not record.exc_info:
-            return True
-        all_tracebacks = ""             # one source for the limiter, because they share one limit
-        return self.traceback_limiter.allow(all_tracebacks, time.monotonic())
-
-
 def start_log(settings):
     """Begin to log to the file that the settings name, or else to the terminal.
 
-    Return the logging.Handler that writes the lines. Raise StartError if the log file cannot be
-    opened."""
-    writer = open_log(settings.file("server.log_file"))
-    log.addHandler(LogQueue(writer))
-    log.setLevel(settings["server.log_level"].upper())
-    log.propagate = False
-    return writer
-
-
-def open_log(path):
-    """Return a handler that writes log lines to the file at `path`, or to the terminal if `path` is
-    "". Raise StartError if the file cannot be opened."""
+    A thread writes the lines, so the event loop goes on even if the disk hangs, or if somebody
+    selects text in the terminal and so stops its output. Return the logging.Handler that the thread
+    uses. Raise StartError if the log file cannot be opened."""
+    path = settings.file("server.log_file")
     writer: logging.Handler = logging.StreamHandler()
     if path:
         try:
-            writer = LogFile(path, "a", LOG_FILE_BYTES, LOG_FILES, "utf-8")
+            # With the older files that are kept, a log takes 40 MB
+            writer = LogFile(path, "a", LOG_FILE_BYTES, 3, "utf-8")
         except OSError as error:
             raise StartError("the log cannot be written; change [server] log_file: %s"
                              % clean(error_text(error), TEXT_CHARACTERS)) from None
     writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.raiseExceptions = False     # on a full disk, each line would have a traceback
+    lines: Any = queue.SimpleQueue()
+    traceback_limiter = Limiter(FAULT_RATE)
+
+    def has_room(record):
+        """Return False for a line or a traceback beyond the limits, which is dropped."""
+        if lines.qsize() >= LOG_LINES:
+            return False
+        all_tracebacks = ""             # one source for the limiter, because they share one limit
+        return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
+
+    handler = logging.handlers.QueueHandler(lines)
+    handler.addFilter(has_room)
+    handler.listener = logging.handlers.QueueListener(lines, writer)
+    handler.listener.start()
+    log.addHandler(handler)
+    log.setLevel(settings["server.log_level"].upper())
+    log.propagate = False
     return writer
 
 
@@ -14316,7 +13775,7 @@ def end_log():
     """Remove the handlers of start_log(), after the lines that are waiting have been written. If
     that takes longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
-        if isinstance(handler, LogQueue):
+        if isinstance(handler, logging.handlers.QueueHandler):
             log.removeHandler(handler)
             # stop() waits for all lines, without a timeout; so it runs in a thread
             stopper = threading.Thread(target=handler.listener.stop, daemon=True)
@@ -14326,46 +13785,24 @@ def end_log():
 
 # --- Host names ----------------------------------------------------------------------------------
 
-class Lookup(NamedTuple):
-    """A host name to be looked up; see Core.resolve."""
-
-    host: str
-    source: str                         # the address that has sent the name; "" for the ini
-    like: str                           # the address that is preferred
-    waiters: List[Callable[[str, float], None]]         # called with the address found and the time
-
-    @property
-    def key(self) -> Tuple[str, str, str]:
-        """The same for look-ups that can share their result."""
-        return self.source, self.host, self.like
-
-    def may_have_another_waiter(self):
-        """Return whether one more caller may wait for this look-up. Names in the ini have no limit.
-        """
-        return not self.source or len(self.waiters) < LOOKUP_WAITERS
-
-
 class HostNames:
     """Looks host names up in a thread, one after another, because each can take half a minute.
 
     Names from the ini come first, so a stranger can delay them by one look-up at most. Each source
-    may have only a few look-ups at a time, and sources take turns, so none can keep out the others.
-    Game servers on one machine that have the same name and start together share one look-up.
-    Everything but the look-up itself happens in the event loop."""
+    may have only a few look-ups at a time, so none can keep out the others. Game servers on one
+    machine that have the same name and start together share one look-up. Everything but the
+    look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """Prepare the thread, which passes its results to `post`, that is, MasterServer.post()."""
+        """`post`: see WorkerThread."""
         self.worker = WorkerThread("names", post)
-        # The waiting look-ups: of names in the ini, and of names that strangers have sent
+        # The callers that wait for each look-up, by (source, host, like)
+        self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
+        # The keys of look-ups that have not begun: of names in the ini, and of strangers' names
         self.ini_lookups = collections.deque()
         self.stranger_lookups = collections.deque()
         self.is_busy = False                            # True while the thread looks a name up
-        # The number of strangers' look-ups that are waiting or under way, by source_keys()
-        self.lookups_by_source = collections.defaultdict(int)
-        # The sources whose look-ups began last, the latest at the end
-        self.recent_sources = collections.OrderedDict()
-        # The latest Lookup by its key. If it has LOOKUP_WAITERS waiters, another one replaces it
-        self.latest_lookups: Dict[Tuple[str, str, str], Lookup] = {}
+        self.shares = Shares()                          # strangers' look-ups that have not ended
 
     def resolve(self, host, done, source, like=""):
         """Look up a host name, and later call `done(address, now)`, with "" if it has no address.
@@ -14374,80 +13811,51 @@ class HostNames:
         are no limits. If the host has several addresses, `like` is preferred, and after that one of
         the same family. Raise Refused if this source, or all strangers together, have too many
         look-ups."""
-        lookup = Lookup(host, source, like, [done])
-        # If the same look-up is waiting already, `done` waits for that one
-        same_lookup = self.latest_lookups.get(lookup.key)
-        if same_lookup is not None and same_lookup.may_have_another_waiter():
-            same_lookup.waiters.append(done)
-            return
-        if source:
-            self.check_limits(source)
-            for key in source_keys(source):
-                self.lookups_by_source[key] += 1
-            self.stranger_lookups.append(lookup)
-        else:
-            self.ini_lookups.append(lookup)
-        self.latest_lookups[lookup.key] = lookup
+        key = source, host, like
+        waiters = self.waiters.get(key)
+        if source and waiters is None:
+            limits = LOOKUPS_PER_SOURCE, LOOKUPS_PER_NETWORK
+            for counted, limit in zip(source_keys(source), limits):
+                if self.shares.counts.get(counted, 0) >= limit:
+                    raise Refused("busy", "%d host names that this source has named are being "
+                                          "looked up; try again in a minute" % limit)
+            if len(self.stranger_lookups) >= LOOKUPS:
+                raise Refused("busy", "too many host names are being looked up; try again in a "
+                                      "minute")
+            self.shares.take(source)
+        if waiters is None:
+            waiters = self.waiters[key] = []
+            lookups = self.stranger_lookups if source else self.ini_lookups
+            lookups.append(key)
+        if source and len(waiters) >= LOOKUP_WAITERS:
+            raise Refused("busy", "%d servers of this source wait for the host name already; try "
+                                  "again in a minute" % LOOKUP_WAITERS)
+        waiters.append(done)
         self.start_next()
-
-    def check_limits(self, source):
-        """Raise Refused if this source, its network, or all strangers together have as many
-        look-ups as they may have."""
-        for key, source_limit in source_limits(source, LOOKUPS_PER_SOURCE):
-            limit = min(source_limit, LOOKUPS_PER_NETWORK)
-            if self.lookups_by_source.get(key, 0) >= limit:
-                raise Refused("busy", "%d host names that this source has named are being looked "
-                                      "up; try again in a minute" % limit)
-        if len(self.stranger_lookups) >= LOOKUPS:
-            raise Refused("busy", "too many host names are being looked up; try again in a minute")
 
     def start_next(self):
         """Give the next look-up to the thread, unless it is still busy with another."""
-        if self.is_busy:
-            return
-        if self.ini_lookups:
-            lookup = self.ini_lookups.popleft()
-        elif self.stranger_lookups:
-            lookup = self.take_stranger_lookup()
-        else:
-            return
-        self.is_busy = True
-        job = functools.partial(resolve_host, lookup.host, lookup.like)
-        self.worker.submit(job, functools.partial(self.on_result, lookup))
+        lookups = self.ini_lookups or self.stranger_lookups
+        if lookups and not self.is_busy:
+            self.is_busy = True
+            key = lookups.popleft()
+            _, host, like = key
+            self.worker.submit(functools.partial(resolve_host, host, like),
+                               functools.partial(self.on_result, key))
 
-    def take_stranger_lookup(self):
-        """Remove the next look-up of a stranger from those that are waiting, and return it.
-
-        Sources take turns. The source whose last look-up began longest ago comes first, and before
-        it those that had none lately."""
-        no_turn_yet, first_turn = 0, 1
-        last_turns = {}
-        for turn, source in enumerate(self.recent_sources, first_turn):
-            last_turns[source] = turn
-
-        def last_turn(lookup):
-            """Return the number of the last turn that the source of a look-up had."""
-            return last_turns.get(source_key(lookup.source), no_turn_yet)
-
-        next_lookup = min(self.stranger_lookups, key=last_turn)
-        self.stranger_lookups.remove(next_lookup)
-        keep_latest(self.recent_sources, source_key(next_lookup.source), None, LOOKUP_TURNS)
-        return next_lookup
-
-    def on_result(self, lookup: Lookup, result: Any, now: float) -> None:
+    def on_result(self, key, result, now):
         """Start the next look-up, and pass the result of this one to its waiters.
 
         `result` is the address, or the exception that the look-up has raised. In the second case
         the waiters get the address ""."""
         self.is_busy = False
-        if lookup.source:
-            for key in source_keys(lookup.source):
-                decrement(self.lookups_by_source, key)
-        if self.latest_lookups.get(lookup.key) is lookup:
-            del self.latest_lookups[lookup.key]
+        source, _, _ = key
+        if source:
+            self.shares.take(source, -1)
+        waiters = self.waiters.pop(key)
         self.start_next()
         address = result if isinstance(result, str) else ""
-        for done in lookup.waiters:
+        for done in waiters:
             done(address, now)
 
 
@@ -14456,8 +13864,6 @@ class HostNames:
 WEBHOOK_S = 10.0                    # the timeout of one attempt
 WEBHOOK_TRIES = 3                   # how many attempts a message gets
 WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
-# A message that cannot be delivered in this time is dropped: the players may have left again
-WEBHOOK_WITHIN_S = 2 * MINUTE
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
 # How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
 # any number of players for each
@@ -14491,16 +13897,6 @@ def post_url(url, media_type, body):
         return type(cause).__name__, ""
 
 
-def retry_pause(retry_after):
-    """Return the seconds to wait before the next attempt to deliver a message.
-
-    `retry_after` is the value of the header field Retry-After, or "". If it is not a number from 1
-    to 9999, the pause is WEBHOOK_RETRY_S."""
-    if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
-        return int(retry_after)
-    return WEBHOOK_RETRY_S
-
-
 class Webhook(WorkerThread):
     """A URL to which news is sent. It has a thread of its own, so one that hangs does not delay
     another."""
@@ -14524,28 +13920,26 @@ class Webhook(WorkerThread):
         """Send one message, in at most WEBHOOK_TRIES attempts.
 
         Give up at the time `until`, by time.monotonic(). A response with status 429 only asks for a
-        pause, and does not count as an attempt."""
+        pause, and does not count as an attempt. The log says when this webhook begins to fail and
+        when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
-            is_accepted = status.startswith("2")
-            self.log_change(is_accepted, status)
-            if is_accepted:
+            is_failing = not status.startswith("2")
+            if is_failing != self.is_failing:
+                self.is_failing = is_failing
+                log.warning("%s answers: %s", self.name, status)
+            if not is_failing:
                 return
             if status != "429":
                 attempts += 1
-            pause_s = retry_pause(retry_after)
+            pause_s = WEBHOOK_RETRY_S
+            if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
+                pause_s = int(retry_after)
             # Give up now if no further attempt can follow, so that the next message need not wait
             if attempts >= WEBHOOK_TRIES or time.monotonic() + pause_s > until:
                 return
             time.sleep(pause_s)
-
-    def log_change(self, is_accepted, status):
-        """Log the status of an attempt if this webhook has begun to fail or works again."""
-        is_failing = not is_accepted
-        if is_failing != self.is_failing:
-            self.is_failing = is_failing
-            log.warning("%s answers: %s", self.name, status)
 
 
 class News:
@@ -14566,9 +13960,8 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """Follow the servers of a Registry. `gauges` has figures for /metrics, by name.
-
-        One of them is the number of dropped messages."""
+        """`gauges` has figures for /metrics, by name. One of them is the number of dropped
+        messages."""
         self.gauges = gauges
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
@@ -14591,19 +13984,13 @@ class News:
         old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
-            old_hook = old_hooks.get(name)
-            if old_hook and old_hook.line == line:
-                self.hooks[name] = old_hook
-            else:
-                self.hooks[name] = Webhook(name, line)
-        for name, old_hook in old_hooks.items():
-            if self.hooks.get(name) is not old_hook:
-                old_hook.dismiss()
-
-    def stop(self):
-        """Send nothing more."""
-        for hook in self.hooks.values():
-            hook.dismiss()
+            hook = old_hooks.get(name)
+            if hook is None or hook.line != line:
+                hook = Webhook(name, line)
+            self.hooks[name] = hook
+        for hook in old_hooks.values():
+            if hook not in self.hooks.values():
+                hook.dismiss()
 
     def tick(self, now):
         """Note the time, and forget the servers that have left. This is called once a second.
@@ -14616,14 +14003,11 @@ class News:
                 self.below_threshold.discard(key)
         self.departed.clear()
 
-    def on_registry_event(self, event, server):
+    def note(self, event, server):
         """Remember a server that has fewer players than [notify] players, and publish a message as
-        soon as it has so many.
-
-        `event` is "listed", "changed" or "gone"."""
+        soon as it has so many. `event` is "listed", "changed" or "gone"."""
         key = server.key
         if event == "gone":
-            # The server may be listed again at once, so tick() finds out whether it has left
             if key in self.below_threshold:
                 self.departed.append(key)
             return
@@ -14631,7 +14015,9 @@ class News:
             # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
-        if not self.knows_players(server):
+        # A framed AIO server is listed before it is queried, and its players are not known then
+        if server.game == "aio" and not (
+                server.aio_published_name or server.version or server.max_players):
             return
         if server.players < self.settings["notify.players"]:
             self.below_threshold.add(key)
@@ -14640,74 +14026,51 @@ class News:
             if self.is_news(server):
                 self.publish(server)
 
-    @staticmethod
-    def knows_players(server):
-        """Return whether the number of players on a server is known. It is unknown for a framed AIO
-        server that has not answered a query yet: such a server is listed before it is queried."""
-        if server.game != "aio":
-            return True
-        return bool(server.aio_published_name or server.version or server.max_players)
-
     def is_news(self, server):
-        """Return whether to send a message about this server, which has just become popular enough.
-        """
-        games = self.settings["notify.games"]
-        again_after = self.settings["notify.again_after"]
-        if not self.hooks:
+        """Return whether there is a message about this server, which has just become popular
+        enough."""
+        settings, now = self.settings, self.now
+        games = settings["notify.games"]
+        again_after = settings["notify.again_after"]
+        if not self.hooks or (games and server.game not in games):
             return False
-        if games and server.game not in games:
-            return False
-        if self.settings["notify.official_only"] and not server.official:
+        if settings["notify.official_only"] and not server.official:
             return False
         # If this master could not hear the server's own master, that one has sent the message
-        if not self.follows(server, self.now):
+        if not self.follows(server, now):
             return False
         never = -math.inf
-        if self.now - self.sent_at.get(server.key, never) < again_after:
+        if now - self.sent_at.get(server.key, never) < again_after:
             return False
-        return not self.is_source_at_limit(server.source, again_after)
-
-    def is_source_at_limit(self, source, again_after):
-        """Return whether a source has had its NEWS_PER_SOURCE messages in the last `again_after`
-        seconds. Without this limit a stranger could list many servers with invented players, and
-        so fill the channel."""
-        for key, limit in source_limits(source, NEWS_PER_SOURCE):
+        # Otherwise a stranger could list many servers with invented players, and fill the channel
+        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
             sent_times = self.sent_by_source.get(key, ())
-            recent_times = [sent_at for sent_at in sent_times if self.now - sent_at < again_after]
-            if len(recent_times) >= limit:
-                return not self.registry.rules.exempts(source)
-        return False
+            recent_times = [sent_at for sent_at in sent_times if now - sent_at < again_after]
+            if len(recent_times) >= limit and not self.registry.rules.exempts(server.source):
+                return False
+        return True
 
     def publish(self, server):
-        """Record a message about this server, and send it if it is for this master to send it.
+        """Record a message about this server, and queue it for every webhook if it is for this
+        master to send it.
 
         If there were NEWS_PER_MINUTE messages in the last minute, the message is dropped and not
         recorded."""
-        if self.is_minute_full():
-            if self.sends(self.now):
-                self.gauges["news_dropped_total"] += 1
+        now, sends = self.now, self.sends(self.now)
+        times = self.recent_message_times
+        if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
+            self.gauges["news_dropped_total"] += sends
             return
-        self.recent_message_times.append(self.now)
-        keep_latest(self.sent_at, server.key, self.now, KNOWN_SERVERS)
+        times.append(now)
+        keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
         for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = (*self.sent_by_source.get(key, ()), self.now)
+            sent_times = (*self.sent_by_source.get(key, ()), now)
             keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
-        if self.sends(self.now):
-            self.send(server)
-
-    def is_minute_full(self):
-        """Return whether there were NEWS_PER_MINUTE messages in the last minute."""
-        if len(self.recent_message_times) < NEWS_PER_MINUTE:
-            return False
-        oldest_time, *_ = self.recent_message_times
-        return self.now - oldest_time < MINUTE
-
-    def send(self, server):
-        """Queue the message about a server for every webhook, in the format of each. It is dropped
-        if it is not delivered within WEBHOOK_WITHIN_S."""
-        until = time.monotonic() + WEBHOOK_WITHIN_S
-        own_master = self.registry.master
-        json_entry = with_times(server_json(server), server, self.epoch, own_master)
+        if not sends:
+            return
+        # A message that is not delivered by then is dropped: the players may have left again
+        until = time.monotonic() + 2 * MINUTE
+        json_entry = with_times(server_json(server), server, self.epoch, self.registry.master)
         for hook in self.hooks.values():
             format_news = NEWS_FORMATS[hook.format]
             media_type, body = format_news(server, self.settings, json_entry)
@@ -14720,29 +14083,15 @@ class News:
 def file_stamps(settings):
     """Return the state of the ini and of the files that it names and that are read again.
 
-    It is a list with the file_stamp() of each, without files that do not exist. If it differs
-    from an earlier one, a file has changed."""
+    It is a list with a (path, modification time, change time, size) of each, without files that do
+    not exist. The change time shows that the rights to read a file have changed."""
     stamps = []
     names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
-        stamps += file_stamp(path)
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            stamps.append((path, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return stamps
-
-
-def file_stamp(path):
-    """Return [(path, modification time, change time, size)] for a file, or [] if it does not exist.
-
-    The change time shows that the rights to read it have changed."""
-    with contextlib.suppress(OSError):
-        status = os.stat(path)
-        return [(path, status.st_mtime_ns, status.st_ctime_ns, status.st_size)]
-    return []
-
-
-def country_stamp(settings):
-    """Return the path of the file with the countries, and its file_stamp()."""
-    path = settings.file("http.countries")
-    return path, file_stamp(path)
 
 
 def load_country_file(settings):
@@ -14754,11 +14103,7 @@ def load_country_file(settings):
     if not path:
         return None
     try:
-        check_is_file(path)
-        if os.path.getsize(path) > 200 << 20:           # one with all cities has 60 MB
-            raise ValueError("larger than 200 MB")
-        with open(path, "rb") as file:
-            return CountryFile(file.read())
+        return CountryFile(read_file(path, 200 << 20))      # one with all cities has 60 MB
     except (Malformed, OSError, ValueError) as error:
         raise SettingsError("[http] countries = %s: %s" % (path, error_text(error))) from None
 
@@ -14770,12 +14115,16 @@ def country_file_text(country_file):
 
 def read_text_files(settings):
     """Read the files that the settings in TEXT_FILES name into `settings.texts`; the text is "" for
-    a setting that names none. Raise SettingsError if a file cannot be read, or if the template of
-    the list page is wrong."""
+    a setting that names none. Raise SettingsError if a file cannot be read or is not UTF-8, or if
+    the template of the list page is wrong."""
     for name in TEXT_FILES:
         path = settings.file(name)
+        text = ""
         try:
-            text = read_text_file(path) if path else ""
+            if path:
+                check_is_file(path)
+                with open(path, encoding="utf-8-sig") as file:
+                    text = file.read()
             if name == "http.template":
                 check_list_template(text)
         except (OSError, ValueError) as error:
@@ -14784,11 +14133,13 @@ def read_text_files(settings):
         settings.texts[name] = text
 
 
-def read_text_file(path):
-    """Return the text of a UTF-8 file, without a byte order mark. Raise OSError if it cannot be
-    read, and ValueError if it is not a plain file or not UTF-8."""
+def read_file(path, max_bytes):
+    """Return the bytes of a file. Raise OSError if it cannot be read, and ValueError if it is no
+    plain file or has more than `max_bytes`."""
     check_is_file(path)
-    with open(path, encoding="utf-8-sig") as file:
+    if os.path.getsize(path) > max_bytes:
+        raise ValueError("larger than %d MB" % (max_bytes >> 20))
+    with open(path, "rb") as file:
         return file.read()
 
 
@@ -14826,16 +14177,13 @@ def adopt_settings(settings, new_settings):
     return changed_names
 
 
-WINDOWS_DESCRIPTORS = 512               # select() of Python on Windows takes no more sockets
-
-
 def descriptor_limit(raise_to=0):
     """Return the number of files and sockets that this process may have open.
 
     If the limit is below `raise_to`, raise it first, as far as the system allows."""
     if WINDOWS:
-        return WINDOWS_DESCRIPTORS
-    limit = DESCRIPTORS_UNTOLD
+        return 512                      # select() of Python on Windows takes no more sockets
+    limit = 256                         # macOS's, if the system does not tell it
     # A sandbox may forbid to read the limit or to raise it. The limit then stays as it was
     with contextlib.suppress(OSError, ValueError):
         limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -14848,7 +14196,6 @@ def descriptor_limit(raise_to=0):
 
 DOCUMENTATION_ADDRESS = "192.0.2.1"     # reserved by RFC 5737; stands for any host on the internet
 DOCUMENTATION_ADDRESS_IPV6 = "2001:db8::1"      # reserved by RFC 3849
-DISCARD_PORT = 9                        # any port would do, because nothing is sent
 
 
 def own_address(destination=DOCUMENTATION_ADDRESS):
@@ -14859,7 +14206,7 @@ def own_address(destination=DOCUMENTATION_ADDRESS):
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((destination, DISCARD_PORT))
+            sock.connect((destination, 9))      # any port would do
             address, *_ = sock.getsockname()
             return address
     except OSError:
@@ -14874,30 +14221,33 @@ def resolve_host(host, like=""):
     addresses = host_addresses(host)
     if like in addresses:
         return like
-    like_is_ipv6 = ":" in like
-    for address in addresses:
-        is_ipv6 = ":" in address
-        if is_ipv6 == like_is_ipv6:
-            return address
-    first_address, *_ = addresses
+    same_family = [address for address in addresses if (":" in address) == (":" in like)]
+    first_address, *_ = same_family or addresses
     return first_address
 
 
 def host_addresses(host):
     """Look up a host and return its addresses, IPv4 first. If this machine has a route to some of
     them, return only those. Raise OSError if the host is not found."""
-    ipv4_addresses, ipv6_addresses = [], []
+    addresses = []
     # With a socket type the system returns each address once, and not once for every type
-    for family, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+    for _, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
         address, *_ = sockaddr
-        if family == socket.AF_INET:
-            ipv4_addresses.append(canonical_address(str(address)))
-        else:
-            ipv6_addresses.append(canonical_address(str(address)))
+        addresses.append(canonical_address(str(address)))
     # A dict drops what the hosts file or the name server has twice, and keeps the order
-    all_addresses = list(dict.fromkeys(ipv4_addresses + ipv6_addresses))
-    reachable_addresses = [address for address in all_addresses if own_address(address)]
-    return reachable_addresses or all_addresses
+    addresses = sorted(dict.fromkeys(addresses), key=lambda address: ":" in address)
+    reachable_addresses = [address for address in addresses if own_address(address)]
+    return reachable_addresses or addresses
+
+
+# Options that accepted connections inherit. Writes are sent at once. A dead peer is found after two
+# minutes, also while sent data is unacknowledged (TCP_USER_TIMEOUT, in milliseconds). macOS has
+# other names for some, and Windows lacks them
+TCP_OPTIONS = (("TCP_NODELAY", 1), ("SO_KEEPALIVE", 1), ("SO_SNDBUF", SEND_BUFFER_BYTES),
+               ("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4),
+               ("TCP_USER_TIMEOUT", 120_000))
+# Ever larger receive buffers are requested; the largest that the system grants stays in force
+UDP_OPTIONS = [("SO_RCVBUF", UDP_BUFFER_BYTES >> halvings) for halvings in (5, 3, 2, 1, 0)]
 
 
 def bound_socket(family, transport, address, port):
@@ -14919,7 +14269,11 @@ def bound_socket(family, transport, address, port):
             # Otherwise a restart would have to wait until old connections have timed out
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, port))
-        set_options(sock, TCP_OPTIONS if is_tcp else UDP_OPTIONS)
+        for name, value in TCP_OPTIONS if is_tcp else UDP_OPTIONS:
+            level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
+            # This system may lack the option or refuse it
+            with contextlib.suppress(AttributeError, OSError):
+                sock.setsockopt(level, getattr(socket, name), value)
         if is_tcp:
             sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -14927,15 +14281,6 @@ def bound_socket(family, transport, address, port):
     except BaseException:
         sock.close()
         raise
-
-
-def set_options(sock, options):
-    """Set socket options, given as (name, value) pairs. An option that this system lacks or refuses
-    is skipped."""
-    for name, value in options:
-        level = socket.IPPROTO_TCP if name.startswith("TCP") else socket.SOL_SOCKET
-        with contextlib.suppress(AttributeError, OSError):
-            sock.setsockopt(level, getattr(socket, name), value)
 
 
 # --- Several masters, one list -------------------------------------------------------------------
@@ -15197,7 +14542,7 @@ class MasterLogs:
         """Write our changes, wait for CLUSTER_PACE_S, and read the changes of the other masters.
         Return a list with a LogUpdate for each other master.
 
-        `records` are pairs of a ServerRecord and whether the server is confirmed. `begins_log` is
+        `records` are pairs of a ListedRow and whether the server is confirmed. `begins_log` is
         True if the records are all our servers and begin a new log. `has_webhooks` says whether
         this master has webhooks. Raise NameTaken if another process holds our name, Malformed if
         our lease has ended, and what EngineLink raises."""
@@ -15242,8 +14587,7 @@ class MasterLogs:
         for start in range(0, len(records), CLUSTER_BATCH):
             batch = []
             for record, is_confirmed in records[start:start + CLUSTER_BATCH]:
-                columns = encoded_row(record)
-                batch.append(to_json((*columns, is_confirmed)))
+                batch.append(to_json((*record, is_confirmed)))
             self.link.ask("RPUSH", log_key, *batch)
             # If the link breaks now, the incomplete log must expire like any other
             self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
@@ -15328,7 +14672,7 @@ class MasterLogs:
         column_count = len(ListedRow._fields)
         try:
             values = list(json.loads(record))
-            row = self.checked_row(ListedRow(*values[:column_count]))
+            row = self.checked_row(read_row(values[:column_count]))
             server = restored_server(row, time.monotonic(), time.time(), ROOMS)
         except (ValueError, TypeError, RecursionError, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
@@ -15347,10 +14691,9 @@ class MasterLogs:
     @staticmethod
     def checked_row(row):
         """Return a ListedRow of another master with its address in the usual form. Raise ValueError
-        if a value has the wrong type, if the game's id or the address is malformed, or if a time is
-        not finite."""
-        if not row.has_types() or not re.fullmatch(PLAIN_NAME, row.game):
-            raise ValueError("values of another type")
+        if the game's id or the address is malformed, or if a time is not finite."""
+        if not re.fullmatch(PLAIN_NAME, row.game):
+            raise ValueError("no id of a game")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
             raise ValueError("a time that is not finite")
         return row._replace(address=read_address(row.address))
@@ -15387,7 +14730,7 @@ class Cluster:
     # heard the server later. The other stored attributes say how this master knows the server, who
     # may change it, whether the ini names it, and in which list it was found; each master decides
     # these for itself.
-    TAKEN_OVER = STORED_FIELDS.keys() - {"source", "zone_owner", "pinned", "found_at"}
+    TAKEN_OVER = STORED_FIELDS.keys() - {"source", "pinned", "found_at"}
 
     linked_at = 0.0                             # when the link began to work; 0 without a link
     # Since when another process has held this master's name; None if none does
@@ -15463,12 +14806,12 @@ class Cluster:
         records = []
         for (game, address, port), server in self.pending.items():
             if server is None:
-                # A record without values says that the server has left
-                record = ServerRecord(game, address, port, expires=0.0, first_seen=0.0,
-                                      last_seen=0.0, values=[])
+                # A record without fields says that the server has left
+                record = ListedRow(game, address, port, expires=0.0, first_seen=0.0,
+                                   last_seen=0.0, fields={})
                 is_confirmed = True
             else:
-                record = server_record(server, epoch)
+                record = listed_row(server, epoch, ROOMS)
                 is_confirmed = server.confirmed
             records.append((record, is_confirmed))
         return records
@@ -15559,13 +14902,17 @@ class Cluster:
             else:
                 self.without_room[key] = None       # list_those_without_room() tries again
         elif server.master:
-            self.copy_attributes(remote, server, (*STORED_FIELDS, "confirmed", "master"))
+            self.copy_attributes(
+                remote, server, (*STORED_FIELDS, "room", "private", "confirmed", "master"))
         elif server.found_at and not remote.found_at:
             # We have found the server in a list, but it has announced itself to the other master.
             # When ours is gone, on_registry_event() calls this method again
             registry.remove_own(server)
         elif not self.own_entry_wins(server, remote):
             self.copy_attributes(remote, server, self.TAKEN_OVER)
+            if server.room in ROOMS:
+                private = ROOMS[server.room].taken_over(server, remote)
+                registry.update(server, {"private": private})
 
     def latest_remote_server(self, key):
         """Return the server with this key, as known to the other master that heard from it last.
@@ -16657,8 +16004,6 @@ class Upstreams:
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
-LOOP_DELAY_FADES = 0.99             # factor for each second: a long delay is shown for minutes
-WAKE_BYTES = 4096                   # read at once from the socket that wakes the event loop
 ANY_FREE_PORT = 0
 
 
@@ -16672,8 +16017,8 @@ class MasterServer:
     on_event   called as on_event(event, server), in the serving thread; the event is "listed",
                "changed" or "gone". It must be quick, must not change anything, and may call stop().
                An exception that it raises is logged.
-    reload     called when the ini or a text file has changed; returns the new Settings or raises
-               SettingsError. If it is None, the settings never change.
+    reload     called in a thread of its own when the ini or a text file has changed; returns the
+               new Settings or raises SettingsError. If it is None, the settings never change.
 
     run() serves in the calling thread, and start() in a thread of its own, both until stop(). An
     instance runs once. `listeners` has the address and port of every socket. One process can have
@@ -16689,6 +16034,9 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
+    certificate_trouble = ""        # why the present files could not be used
+    next_certificate_warning = 0.0
+    is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
@@ -16696,18 +16044,14 @@ class MasterServer:
         """Create everything that does not need a socket, and read the text files that the settings
         name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
+        self.read_settings: Any = reload
+        self.file_stamps = file_stamps(self.settings)
         read_text_files(self.settings)
         self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
-        self.certificate_trouble = ""       # why the present files could not be used
-        self.country_stamp: Any = country_stamp(self.settings)
-        country_file = load_country_file(self.settings)
-        self.next_certificate_warning = 0.0
-        self.read_settings: Any = reload
-        self.file_stamps = file_stamps(self.settings)
         self.rules = Rules(self.settings)
-        self.rules.country_file = country_file
+        self.rules.country_file = load_country_file(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
         # These five are described in Core
@@ -16722,7 +16066,7 @@ class MasterServer:
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
-        self.connections_by_source = collections.defaultdict(int)
+        self.connections_by_source = Shares()
         # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
         self.stopping = False
@@ -16810,30 +16154,23 @@ class MasterServer:
         arrived already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
         deadline = now + STOP_S
-        self.close_listeners(now)
-        if self.connections:
-            self.handle_events(now)             # read the requests that are here, without waiting
-        while now < deadline and self.has_unfinished_answers():
-            self.handle_events(deadline)
-            now = time.monotonic()
-
-    def close_listeners(self, now):
-        """Close the listening sockets, after accepting the connections in their backlogs: closing
-        would reset these."""
         for listener in self.tcp_listeners:
+            # Closing would reset the connections in the backlog, so they are accepted first
             self.guarded(listener.on_readable, now)
             if not listener.is_paused:          # a paused listener is not in the selector
                 self.selector.unregister(listener.sock)
             listener.sock.close()
         self.tcp_listeners.clear()
+        if self.connections:
+            self.handle_events(now)             # read the requests that are here, without waiting
 
-    def has_unfinished_answers(self):
-        """Does a connection have an answer that is still being made, or is not written yet?"""
-        for connection in self.connections:
-            is_being_made = connection.events == NO_EVENTS
-            if is_being_made or connection.unsent:
-                return True
-        return False
+        def is_unfinished(connection):
+            """Is an answer still being made, or not written yet?"""
+            return connection.events == NO_EVENTS or connection.unsent
+
+        while now < deadline and any(map(is_unfinished, self.connections)):
+            self.handle_events(deadline)
+            now = time.monotonic()
 
     def close(self):
         """Save the list once more and close everything.
@@ -16850,16 +16187,13 @@ class MasterServer:
         elif self.database:
             self.database.close()
         self.host_names.worker.stop(timeout=0.0)        # nobody waits for its look-ups any more
-        self.news.stop()
+        for hook in self.news.hooks.values():
+            hook.dismiss()
         if self.upstreams:
             self.upstreams.thread.stop(timeout=0.0)
         if self.link:
             self.link.close()
         self.run_posted_calls(now)                      # with the results of the threads' last jobs
-        self.close_sockets()
-
-    def close_sockets(self):
-        """Close all sockets and the selector."""
         for owner in (*self.udp_sockets, *self.tcp_listeners, *self.connections):
             owner.sock.close()
         self.tcp_listeners.clear()
@@ -16903,15 +16237,12 @@ class MasterServer:
         This is called once a second. A fault in one of these does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
-        self.busy_s *= LOOP_DELAY_FADES
+        self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
             self.guarded(self.check_certificate, self.certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         self.tell_changes()
-        if self.rules.country_trouble:
-            report(self.health, "countries",
-                   "the file is damaged: " + self.rules.country_trouble)
         for listener in self.tcp_listeners:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
@@ -16921,8 +16252,12 @@ class MasterServer:
             self.guarded(self.saved_list.tick, now, time.time())
         else:
             self.registry.altered.clear()       # nobody else empties this set
-        if self.read_settings and file_stamps(self.settings) != self.file_stamps:
-            self.guarded(self.reload, now)
+        if self.rules.country_trouble:
+            report(self.health, "countries",
+                   "the file is damaged: " + self.rules.country_trouble)
+        if self.read_settings and not self.is_looking_at_files:
+            self.is_looking_at_files = True
+            self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
     def check_certificate(self, certificate, now, wall):
         """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
@@ -16932,28 +16267,30 @@ class MasterServer:
         self.health.pop("certificate", None)
         if self.certificate_trouble:
             self.health["certificate"] = self.certificate_trouble
-        if left_s > CERTIFICATE_WARNING_S:
+        # Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days
+        # after their begin. So with 14 days left, something is wrong
+        if left_s > 14 * DAY:
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
-            trouble = "the certificate for HTTPS expires in %d days" % (left_s // DAY)
+            expires_on = utc_datetime(certificate.expires).date()
+            trouble = "the certificate for HTTPS expires on %s" % expires_on
         self.health["certificate"] = trouble
         if now >= self.next_certificate_warning:
             self.next_certificate_warning = now + DAY
             log.warning("%s; renew [http] certificate", trouble)
 
     def tick_protocol(self, protocol, now):
-        """Call a protocol's tick(), and send the (data, peer) pairs that it returns.
-
-        They are sent from the protocol's first socket of the peer's address family. An operator
-        who binds several addresses therefore puts the one that can reach all peers first. If there
-        is no socket of that family, a datagram is dropped."""
+        """Call a protocol's tick(), and send the (data, peer) pairs that it returns."""
         for data, peer in protocol.tick(now) or ():
             self.send_from(protocol, data, peer)
 
     def send_from(self, protocol, data, peer):
         """Send a datagram from a protocol's first socket of the peer's address family, or drop it
-        if there is none."""
+        if there is none.
+
+        An operator who binds several addresses therefore puts the one that can reach all peers
+        first."""
         address, *_ = peer
         is_ipv6 = ":" in address
         udp_socket = self.tick_sockets.get((protocol, is_ipv6))
@@ -16975,7 +16312,7 @@ class MasterServer:
         self.registry.changes = []
         logged = []
         for event, server in changes:
-            self.guarded(self.news.on_registry_event, event, server)
+            self.guarded(self.news.note, event, server)
             if self.link and not server.master:
                 self.guarded(self.link.on_registry_event, event, server)
             if event == "gone" and server.room in self.rooms:
@@ -17019,7 +16356,7 @@ class MasterServer:
     def on_wake(self, now):
         """Make the posted calls. Read the bytes of wake() first, so that the selector does not
         return for them again."""
-        self.wake_in.recv(WAKE_BYTES)
+        self.wake_in.recv(4096)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
@@ -17081,9 +16418,7 @@ class MasterServer:
     def hourly_players(self):
         """Return the last day's hourly player counts, lists by the server's key. Return {} if there
         is no database."""
-        if self.saved_list is None:
-            return {}
-        return self.saved_list.hourly_players
+        return self.saved_list.hourly_players if self.saved_list else {}
 
     def open_sockets(self, entry, protocol):
         """Bind a protocol's sockets: one for each port of its Service at each address of the
@@ -17105,18 +16440,13 @@ class MasterServer:
                 may_lack_ipv6 = host == "::" and len(hosts) > 1
                 if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
                     log.info("%s: no IPv6 on this machine: %s", entry.name, error)
-                else:
-                    problems.append(self.bind_problem(entry, host, port, error))
+                    continue
+                section, key = (entry.setting or "server.bind").split(".")
+                problems.append(
+                    "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
+                        entry.name, entry.transport.upper(), endpoint_text(host, port),
+                        error.strerror or error, section, key))
         return problems
-
-    @staticmethod
-    def bind_problem(entry, host, port, error):
-        """Return a message that says which address and port could not be bound, why, and which
-        settings to change. `error` is the OSError."""
-        section, key = (entry.setting or "server.bind").split(".")
-        return "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
-            entry.name, entry.transport.upper(), endpoint_text(host, port),
-            error.strerror or error, section, key)
 
     def open_socket(self, entry, protocol, host, port):
         """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
@@ -17128,74 +16458,72 @@ class MasterServer:
         self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
         tally = self.tallies.setdefault(entry.name, Tally())
         if entry.transport == "tcp":
-            tcp_listener = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
-            self.tcp_listeners.append(tcp_listener)
-            on_readable = tcp_listener.on_readable
+            owner: Any = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
+            self.tcp_listeners.append(owner)
         else:
-            udp_socket = self.create_udp_socket(entry, protocol, sock, tally)
-            self.tick_sockets.setdefault((protocol, is_ipv6), udp_socket)
-            on_readable = udp_socket.on_readable
-        self.selector.register(sock, selectors.EVENT_READ, on_readable)
-
-    def create_udp_socket(self, entry, protocol, sock, tally):
-        """Return a new UdpSocket for a bound socket, and add it to `udp_sockets`."""
-        limiter = self.rules.datagram_limiter
-        if protocol is self.poller:             # it receives answers to our own queries
-            limiter = self.rules.answer_limiter
-        udp_socket = UdpSocket(
-            entry.name, sock, protocol, tally, limiter, self.registry, self.vector)
-        self.udp_sockets.append(udp_socket)
-        return udp_socket
+            limiter = self.rules.datagram_limiter
+            if protocol is self.poller:             # it receives answers to our own queries
+                limiter = self.rules.answer_limiter
+            owner = UdpSocket(
+                entry.name, sock, protocol, tally, limiter, self.registry, self.vector)
+            self.udp_sockets.append(owner)
+            self.tick_sockets.setdefault((protocol, is_ipv6), owner)
+        self.selector.register(sock, selectors.EVENT_READ, owner.on_readable)
 
     # Settings
 
+    def on_file_stamps(self, stamps, now):
+        """Read the settings again if the disk thread has found that a file has changed."""
+        self.is_looking_at_files = False
+        if stamps != self.file_stamps and not isinstance(stamps, Exception):
+            self.file_stamps = stamps
+            self.reload(now)
+
     def reload(self, now):
-        """Read the settings and the text files that they name again, and apply what has changed. If
-        there is an error anywhere, log it and keep all old settings."""
-        self.file_stamps = file_stamps(self.settings)
-        try:
+        """Have the disk thread read the settings and the text files that they name again."""
+
+        def read():
             new_settings = self.read_settings()
             # Without its file every setting would fall back to its default
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
             read_text_files(new_settings)
-        except SettingsError as error:
-            log.error("the old settings stay in force: %s", error)
+            return new_settings
+
+        self.disk.submit(read, self.on_settings_read)
+
+    def on_settings_read(self, result, now):
+        """Apply what has changed in the Settings that the disk thread has read, and have it read
+        the certificate and the countries. If `result` is an exception, keep all old settings."""
+        if isinstance(result, Exception):
+            log.error("the old settings stay in force: %s", result)
             return
-        # `file_stamps` has the stamps of the text files that the old settings name. If the ini now
-        # names another file, the next tick sees a difference and calls reload() once more
-        changed = adopt_settings(self.settings, new_settings)
-        if self.certificate:
-            self.renew_certificate(self.certificate)
-        self.renew_country_file()
+        # `file_stamps` has the stamps of the files that the old settings name. If the ini now names
+        # another file, the next tick sees a difference and has all read once more
+        changed = adopt_settings(self.settings, result)
         log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
         if changed:
             self.apply_settings(now)
+        if self.certificate:
+            load = functools.partial(load_certificate, self.settings)
+            self.disk.submit(load, self.on_certificate)
+        if self.settings["http.countries"] or self.rules.country_file:
+            load = functools.partial(load_country_file, self.settings)
+            self.disk.submit(load, self.on_country_file)
 
-    def renew_certificate(self, old_certificate):
-        """Take the certificate from its files again. If they cannot be used, log why, and keep the
-        old one."""
-        try:
-            certificate = load_certificate(self.settings)
-        except SettingsError as error:
-            self.certificate_trouble = str(error)
-            log.error("the old certificate stays in force: %s", error)
+    def on_certificate(self, result, now):
+        """Use the Certificate that the disk thread has loaded. If `result` is an exception, log it,
+        and keep the old certificate."""
+        if isinstance(result, Exception):
+            self.certificate_trouble = str(result)
+            log.error("the old certificate stays in force: %s", result)
             return
-        self.certificate = certificate
-        self.certificate_trouble = ""
-        if certificate.expires != old_certificate.expires:
+        if result.expires != self.certificate.expires:
             self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
-                     utc_datetime(certificate.expires).date())
-
-    def renew_country_file(self):
-        """Have the disk thread read the file with the countries again, if it has changed."""
-        stamp = country_stamp(self.settings)
-        if stamp == self.country_stamp:
-            return
-        self.country_stamp = stamp
-        load = functools.partial(load_country_file, self.settings)
-        self.disk.submit(load, self.on_country_file)
+                     utc_datetime(result.expires).date())
+        self.certificate = result
+        self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
         """Use the CountryFile that the disk thread has read, or None if the settings name none.
@@ -17203,7 +16531,6 @@ class MasterServer:
         If `result` is an exception, log it, and keep the old file."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
-            self.country_stamp = None           # the next reload tries again
             return
         self.health.pop("countries", None)
         self.rules.country_file, self.rules.country_trouble = result, ""
@@ -18489,7 +17816,7 @@ def export_once(arguments):
 
     Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
     _, default_port = LISTS["hyperbol"]
-    host, port = arguments.master
+    host, port, _ = arguments.master
     port = port or default_port
     master = endpoint_text(host, port)
     path = arguments.output
@@ -18688,7 +18015,8 @@ cannot be written; 8 the upload failed. With --every it goes on until a signal o
 with 0.""", (
         option("--game", choices=["hyperbol"], default="hyperbol",
                help="the master's game (hyperbol)"),
-        option("master", metavar="HOST[:PORT]", type=argument(read_host_and_port),
+        option("master", metavar="HOST[:PORT]",
+               type=argument(functools.partial(read_master_place, schemes=())),
                help="the master; on port %d if none is given" % MASTER_PORTS["hyperbol"]),
         option("--output", metavar="FILE", default="servers.xml",
                help="the file to write (servers.xml)"),
