@@ -896,15 +896,6 @@ SUBSPACE_SETTINGS = (
             "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
 )
 
-AIO_SETTINGS = (
-    Setting("aio.port", "27011", read_port,
-            "TCP port for servers and clients of every generation.", live=False),
-    Setting("aio.news", "", read_text, "The text that players read under News."),
-    Setting("aio.news_file", "", read_without_url,
-            "A text file to read the news from instead; read again when it changes.",
-            text_file=True),
-)
-
 
 class GameFilter(NamedTuple):
     """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
@@ -4128,7 +4119,8 @@ class Game:
     announced_by_http = False                   # whether POST /announce takes its servers
     announced_over = "http"                     # what announce() speaks: "udp", "tcp" or "http"
     announce_offset = 0                         # from the master's port to that for announcements
-    dialects: Tuple[str, ...] = ()              # of announce() and fetch()
+    dialects: Tuple[str, ...] = ()              # of announce() and fetch(), the one to query last
+    dialect = ""                                # what they speak; the caller sets it
     answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
     offset = 0                                  # from the players' port to the one that is queried
     fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
@@ -4182,6 +4174,11 @@ class Game:
 
     def player_names(self, server):
         return []
+
+    @classmethod
+    def knows_players(cls, server):
+        """Is the number of players on a listed server known already?"""
+        return True
 
     # Announcements
 
@@ -4249,6 +4246,10 @@ class Game:
     def farewell(self, server):
         """Return what is sent to the master at the end, or b""."""
         return self.announcement(server, action="stop")
+
+    def default_dialect(self, fields):
+        """Return the dialect in which a server with these attributes is announced."""
+        return ""
 
     def check_announced(self, name, value):
         """Raise ValueError if this value of an attribute cannot be announced."""
@@ -4329,9 +4330,9 @@ class MessageSession(Session):
         self.buffer += data
         while self.buffer and not self.done:
             size = self.size(now)
+            if (size or len(self.buffer)) > self.message_bytes:
+                raise Malformed("a message of more than %d bytes" % self.message_bytes)
             if size is None or size > len(self.buffer):
-                if len(self.buffer) > self.message_bytes:
-                    raise Malformed("a message of more than %d bytes" % self.message_bytes)
                 break
             message, self.buffer = self.buffer[:size], self.buffer[size:]
             if not self.rules.message_limiter.allow(self.address, now):
@@ -4416,7 +4417,8 @@ class Target:
     missed        the polls in a row that got no answer
     restarts      the polls that announcements have restarted since the last answer
     trouble       why a datagram that came in this poll is not an answer, or ""
-    step          what the room keeps during a poll with several questions"""
+    step          what the room keeps during a poll with several questions
+    server        the Server, if it is listed without the target's answers; see Aio"""
 
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
@@ -4427,6 +4429,7 @@ class Target:
     nonce = unanswered = missed = restarts = 0
     trouble = ""
     step: Any = None
+    server: Optional[Server] = None
 
     def __init__(self, room, address, port, why):
         self.room = room
@@ -6921,84 +6924,79 @@ def parse_zone_entry(head, description):
 AIO_CONNECTED = b"\1\0\0\0\0"
 # The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
-# The share of all connections that listed servers may hold. The others are for players and
-# browsers, so no server has to leave to make room for them.
-AIO_SHARE = 0.5
-# A peer without a listed server may be silent for this long. Clients send something every 270 s
-AIO_IDLE_S = 330.0
-# The longest pause between two keepalives of a server. They come every 20 to 40 s
+# The longest pause between two keepalives of a server, which come every 20 to 40 s
 AIO_KEEPALIVE_S = 120.0
 # The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
-AIO_MESSAGE_BYTES = 8192            # the longest name and description take 2,600
-AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
-AIO_ZLIB_BYTES = 1200               # a longer payload does not fit one packet, and is compressed
-AIO_NEWS_CHARACTERS = 16000         # a string16 has 65,535 bytes at most, a character up to 4
 # The count of players at the end of a published name, such as " [3/16]"
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
-AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
+# The only entry of a list without servers, as in the document
+AIO_NOBODY = Server(
+    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
+    name="No servers currently online :pepe:",
+    description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-class AioIntegerForm(NamedTuple):
-    """One of the encodings of an integer in the binary dialect, for integers of `lowest` or more.
-
-    To encode an integer, `lowest` is subtracted from it, the difference is shifted left by
-    `tag_bits`, and the tag is put into the free bits. The result is written in `size` bytes, the
-    lowest byte first, so that the first byte contains the tag."""
-
-    size: int
-    lowest: int
-    tag_bits: int
-    tag: int
+def aio_published_name(server):
+    """Return the name in the lists of this game, with the number of players that it may end in."""
+    return server.private.get("aio_published_name") or server.name
 
 
-# Each form begins after the highest integer of the one before. For example, 27010 is encoded as
-# 144801, and 8080 as 427c
-AIO_INTEGER_FORMS = (
-    AioIntegerForm(1, 0, 1, 0b1),
-    AioIntegerForm(2, 0x80, 2, 0b10),
-    AioIntegerForm(3, 0x4080, 3, 0b100),
-    AioIntegerForm(4, 0x204080, 3, 0b000),
-)
+# Pieces of messages
+
+def aio_escape(text):
+    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
+    return text.replace("#", "<num>").replace("%", "<percent>")
+
+
+def aio_unescape(field):
+    """Undo aio_escape() in a field of a message, in bytes."""
+    return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
+
+
+# An integer in the binary dialect has one of these forms: size in bytes, lowest value, bits of the
+# tag, tag. The difference to the lowest value is shifted left by the bits of the tag, and the tag
+# is put there; the lowest byte comes first. So 8080 is 427c, and 27010 is 144801
+AIO_INTEGERS = (1, 0, 1, 0b1), (2, 0x80, 2, 0b10), (3, 0x4080, 3, 0b100), (4, 0x204080, 3, 0b000)
 
 
 def aio_integer(number):
-    """Encode an integer, 0 or more, as the binary dialect does, and return its bytes."""
-    for form in reversed(AIO_INTEGER_FORMS):
-        if form.lowest <= number:
-            difference = number - form.lowest
-            tagged = difference << form.tag_bits | form.tag
-            return tagged.to_bytes(form.size, "little")
+    """Encode an integer, 0 or more, as the binary dialect does."""
+    for size, lowest, tag_bits, tag in reversed(AIO_INTEGERS):
+        if number >= lowest:
+            tagged = number - lowest << tag_bits | tag
+            return tagged.to_bytes(size, "little")
     raise ValueError("a negative integer cannot be encoded")
 
 
 def read_aio_integer(data):
     """Decode the integer at the beginning of some bytes. Return its value and its size in bytes.
 
-    The caller must compare the size with the number of bytes: if there are fewer, the integer is
-    incomplete, and the value is wrong."""
-    form = aio_integer_form(data[:1])
-    tagged_bytes = data[:form.size]
-    tagged = int.from_bytes(tagged_bytes, "little")
-    difference = tagged >> form.tag_bits
-    return form.lowest + difference, form.size
+    If there are fewer bytes than that, the integer is incomplete, and the value is wrong."""
+    first_byte = int.from_bytes(data[:1], "little")
+    for size, lowest, tag_bits, tag in AIO_INTEGERS:
+        if first_byte & (1 << tag_bits) - 1 == tag:     # this is true of exactly one form
+            break
+    tagged = int.from_bytes(data[:size], "little")
+    return lowest + (tagged >> tag_bits), size
 
 
-def aio_integer_form(first_byte):
-    """Return the AioIntegerForm of an integer that begins with this byte. b"" counts as a byte 00.
+def aio_string16(text):
+    """Encode a text as a string16: its length in bytes as u16, and the text."""
+    encoded = text.encode("utf-8", "replace")
+    return struct.pack("<H", len(encoded)) + encoded
 
-    Every byte has the tag of exactly one form in its lowest bits."""
-    bits = int.from_bytes(first_byte, "little")
-    *shorter_forms, longest_form = AIO_INTEGER_FORMS
-    for form in shorter_forms:
-        mask = (1 << form.tag_bits) - 1
-        if bits & mask == form.tag:
-            return form
-    return longest_form
+
+def split_string16(data):
+    """Return the text of the string16 at the beginning of some bytes, in bytes, and what follows.
+
+    If the data end too early, the text is incomplete."""
+    end = 2 + int.from_bytes(data[:2], "little")
+    return data[2:end], data[end:]
 
 
 def inflate(data, limit):
-    """Decompress one zlib stream and return the result.
+    """Decompress one zlib stream.
 
     Raise Malformed if the stream is damaged, or if the result would be longer than `limit` bytes. A
     longer one is not decompressed to its end, so that it cannot fill the memory."""
@@ -7013,213 +7011,43 @@ def inflate(data, limit):
     return unpacked
 
 
-class AioInfo(NamedTuple):
-    """The answer of a framed game server to a query."""
-
-    name: str
-    description: str
-    players: int
-    max_players: int
-    version: int
-
-
-def aio_info(data: bytes) -> AioInfo:
-    """Parse a game server's answer to the query `00`, which is compressed with zlib.
-
-        00 name.string16 description.string16 players.u32 maximum.u32 version.u16
-
-    Raise Malformed if the data are not such an answer."""
-    payload = inflate(data, AIO_ANSWER_BYTES)
-    kind = payload[:1]
-    if kind != b"\0":
-        raise Malformed("type: not an answer")
-    name, after_name = split_string16(payload[1:])
-    description, numbers = split_string16(after_name)
-    if len(numbers) < AIO_INFO_NUMBERS.size:
-        raise Malformed("length: %d bytes, and then the answer ends" % len(payload))
-    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(numbers)
-    return AioInfo(
-        name=decode_legacy(name),
-        description=decode_legacy(description, TEXT_CHARACTERS),
-        players=players,
-        max_players=max_players,
-        version=version,
-    )
-
-
-def split_string16(data):
-    """Split some bytes into the text of the string16 at their beginning, and the bytes after it.
-
-    A string16 is a length as u16 and then a text of that many bytes. If the data end too early, the
-    text is incomplete."""
-    length, content = data[:2], data[2:]
-    text_bytes = int.from_bytes(length, "little")
-    text = content[:text_bytes]
-    following = content[text_bytes:]
-    return text, following
-
-
-def aio_string16(text):
-    """Return a string16 with this text, which is given as bytes: its length as u16, and the text.
-    """
-    length = struct.pack("<H", len(text))
-    return length + text
-
-
-# A frame is length.u24 compression.u8 payload
-AIO_FRAME_LENGTH_BYTES = 3
 AIO_FRAME_HEAD_BYTES = 4
-AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"      # values of the byte `compression`
 
 
 def aio_frame(payload):
-    """Return a frame with this payload: length.u24 compression.u8 payload.
-
-    A payload that does not fit into one packet is compressed."""
-    compression = AIO_FRAME_PLAIN
-    if len(payload) > AIO_ZLIB_BYTES:
-        compression = AIO_FRAME_ZLIB
+    """Return a frame with this payload: length.u24 compression.u8 payload."""
+    compression = b"\0"
+    if len(payload) > 1200:         # it would not fit one packet
+        compression = b"\1"
         payload = zlib.compress(payload, GZIP_LEVEL)
-    length = len(payload).to_bytes(AIO_FRAME_LENGTH_BYTES, "little")
-    return length + compression + payload
+    return len(payload).to_bytes(3, "little") + compression + payload
 
 
-def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
-    """Return the decompressed payload of the first frame, and the bytes after that frame.
-
-    Return None if the frame is not complete yet. Raise Malformed if the payload, compressed or not,
-    is longer than `max_bytes`, or if it cannot be decompressed."""
+def aio_frame_bytes(data):
+    """Return the size of the frame that begins with these data; None if its head is incomplete."""
     if len(data) < AIO_FRAME_HEAD_BYTES:
         return None
-    length_field = data[:AIO_FRAME_LENGTH_BYTES]
-    compression = data[AIO_FRAME_LENGTH_BYTES:AIO_FRAME_HEAD_BYTES]
-    length = int.from_bytes(length_field, "little")
-    if length > max_bytes:
-        raise Malformed("length: a frame of %d bytes" % length)
-    frame_bytes = AIO_FRAME_HEAD_BYTES + length
-    if len(data) < frame_bytes:
-        return None
-    payload = data[AIO_FRAME_HEAD_BYTES:frame_bytes]
-    following = data[frame_bytes:]
-    if compression != AIO_FRAME_PLAIN:
-        payload = inflate(payload, max_bytes)
-    return payload, following
+    return AIO_FRAME_HEAD_BYTES + int.from_bytes(data[:3], "little")
 
 
-def aio_escape(text):
-    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
-    without_hashes = text.replace("#", "<num>")
-    return without_hashes.replace("%", "<percent>")
+def aio_payload(frame, most_bytes):
+    """Return the payload of a frame, decompressed. Raise Malformed if it is longer than that, or
+    damaged."""
+    payload = frame[AIO_FRAME_HEAD_BYTES:]
+    if frame[3]:
+        return inflate(payload, most_bytes)
+    return payload
 
 
-def aio_unescape_bytes(field):
-    """Undo aio_escape() in a field of a message. The field and the result are bytes."""
-    with_hashes = field.replace(b"<num>", b"#")
-    return with_hashes.replace(b"<percent>", b"%")
+# The dialects
 
 
-# The lists. The two forms of the text dialect share the entries of servers
-
-# The only entry of a list without servers, as in the document
-AIO_NOBODY = Server(
-    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
-    name="No servers currently online :pepe:",
-    description="There are currently no available servers... Maybe host your own or wait later?:O")
-
-
-def aio_text_entry(server):
-    """Return a server's entry in the text lists, NAME#DESC#IP#PORT#, as bytes."""
-    name = server.aio_published_name or server.name
-    # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-    name = name.replace("#", "\uff03")
-    name = name.replace("%", "\uff05")
-    fields = (
-        name,
-        aio_escape(server.description),
-        server.address,
-        str(server.port),
-    )
-    entry = "#".join(fields) + "#"
-    return entry.encode("utf-8")
-
-
-def aio_text_list(servers):
-    """Return the list of these servers, as bytes, for programs of the years 2018 to 2022."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio text", aio_text_entry)
-    content = b"".join(entries)
-    return b"%12#" + content + b"%"
-
-
-def aio_document_list(servers):
-    """Return the list of these servers, as bytes, in the format of the document.
-
-    Unlike aio_text_list() it has a number before each entry."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio text", aio_text_entry)
-    numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
-    content = b"".join(numbered)
-    return b"%12#" + content + b"%"
-
-
-# Types of messages of the binary dialect
-AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"
-
-
-def aio_binary_entry(server):
-    """Return a server's entry in the binary list as bytes, without the number before it."""
-    name = server.aio_published_name or server.name
-    texts = "%s\0%s\0%s\0" % (name, server.description, server.address)
-    port = aio_integer(server.port)
-    return texts.encode("utf-8") + port
-
-
-def aio_binary_list(servers):
-    """Return the list of these servers in the binary dialect, as bytes."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio binary", aio_binary_entry)
-    numbered = [struct.pack("<H", number) + entry for number, entry in enumerate(entries)]
-    content = b"".join(numbered)
-    return AIO_ASK_FOR_SERVERS + content
-
-
-# Types of messages of the framed dialect
-AIO_NEWS, AIO_LIST, AIO_PUBLISH_PORT, AIO_KEEPALIVE = b"\1", b"\2", b"\3", b"\4"
-AIO_DONE, AIO_REFUSED = b"\5", b"\6"
-
-
-def aio_framed_entry(server):
-    """Return a server's entry in the framed list, ip.string8 port.u16, as bytes."""
-    address = server.address.encode("ascii")
-    length = bytes([len(address)])
-    port = struct.pack("<H", server.port)
-    return length + address + port
-
-
-def aio_framed_list(servers):
-    """Return the list of these servers in the framed dialect, as one frame."""
-    entries = cached_entries(servers, "aio framed", aio_framed_entry)
-    count = struct.pack("<H", len(entries))
-    content = b"".join(entries)
-    return aio_frame(AIO_LIST + count + content)
-
-
-# The kinds of messages of the text dialect. The kind is the first field of a message
-AIO_TEXT_LIST, AIO_TEXT_PUBLISH, AIO_TEXT_NEWS = b"12", b"13", b"NEWS"
-AIO_TEXT_SET_IP, AIO_TEXT_KEEPALIVE = b"SET_IP", b"KEEPALIVE"
-AIO_TEXT_END = b"#%"
-
-
-# Each dialect has a function that removes one message from the session's buffer and returns the
-# answer, which may be b"". It returns None if the message is not complete yet
-
-
-def answer_aio_text(session, now):
-    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak.
+class AioText:
+    r"""The text dialect, which clients and servers of 2018 to 2022 speak.
 
         < %1#5#%                        greeting, after a silence: the peer's id
         > 13#NAME#DESC#27010#%\n        publish, or the document's 13#NAME#DESC#203.0.113.7#27010#%
-        < %SUCCESS#13#%
+        < %SUCCESS#13#%                 or nothing, if the server is refused
         > SET_IP#203.0.113.7#%\n        its public address, from a server on this machine or network
         < %SUCCESS#SET_IP#%
         > KEEPALIVE#%\n                 < %SUCCESS#KEEPALIVE#%
@@ -7227,83 +7055,127 @@ def answer_aio_text(session, now):
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
-    The examples in the document are answered too, as they are printed there. The `%` before every
-    reply ends what the peer takes for its first message, the five bytes of CONNECT. The texts of
-    servers may contain a `%`, so a message ends only at `#%`.
+    The examples in the document, which have no newline, are answered as they are printed there. The
+    `%` before every reply ends what the peer takes for its first message, the five bytes of
+    CONNECT. The texts of servers may contain a `%`, so a message ends only at `#%`."""
 
-    Return the answer, which may be b"", or None if the message is not complete yet. Raise Malformed
-    if a publish has the wrong fields, or if the message contains a line break."""
-    session.buffer = session.buffer.lstrip(b"\r\n")
-    message, end, following = session.buffer.partition(AIO_TEXT_END)
-    if not end:
-        return None
-    kind, *fields = message.split(b"#")
-    if kind == AIO_TEXT_LIST:
-        return answer_aio_text_list(session, following, now)
-    session.buffer = following
-    if kind == AIO_TEXT_PUBLISH:
-        return publish_aio_text(session, fields, now)
-    if kind == AIO_TEXT_NEWS:
-        return session.aio.text_news
-    if kind == AIO_TEXT_SET_IP:
-        session.set_claimed_address(b"#".join(fields))
-        return b"%SUCCESS#SET_IP#%"
-    if kind == AIO_TEXT_KEEPALIVE:
-        session.on_keepalive(now)
-        return b"%SUCCESS#KEEPALIVE#%"
-    # A line break may mean an HTTP request: a web page can let a browser send any body it likes
-    if b"\n" in kind:
-        raise Malformed("a line break within a message")
-    # These programs send further messages, which are meant for game servers
-    return b""
+    end = b"#%"
+    confirmation = b"SUCCESS#13#%"
+    keepalive = b"KEEPALIVE#%\n"
 
+    def size(self, session, now):
+        """As in MessageSession. A newline after `12#%` is a part of the message."""
+        session.buffer = session.buffer.lstrip(b"\r\n")
+        message, end, following = session.buffer.partition(self.end)
+        if not end:
+            return None
+        size = len(message) + len(end)
+        kind, *_ = message.split(b"#", 1)
+        if kind != b"12":
+            return size
+        if following:
+            return size + 1 if following[:1].isspace() else size
+        return size if now >= session.message_began + AIO_NEWLINE_S else None
 
-def answer_aio_text_list(session, following, now):
-    r"""Answer the request `12#%`. `following` has the bytes after it in the session's buffer.
-
-    Programs of the years 2018 to 2022 send `12#%\n`. Those of the document send no newline, and
-    need a list in another format. Return None if a newline may still come. Raise Malformed if the
-    peer asks too often."""
-    may_still_come = now < session.message_started_at + AIO_NEWLINE_S
-    if not following and may_still_come:
-        return None
-    session.buffer = following
-    has_newline = following[:1].isspace()
-    if has_newline:
-        return session.fetch_list(aio_text_list, now)
-    return session.fetch_list(aio_document_list, now)
-
-
-AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), port"
-
-
-def publish_aio_text(session, fields, now):
-    """List a server that publishes itself in the text dialect, and return the answer.
-
-    `fields` holds the fields after `13#`, as bytes: name, description and port, or in messages of
-    the document name, description, address and port. Raise Malformed for other fields. Return b""
-    if the server is refused, because this dialect has no message for a refusal."""
-    if len(fields) == 3:
-        name, description, port = fields
-        address = b""
-    elif len(fields) == 4:
-        name, description, address, port = fields
-    else:
-        raise Malformed(AIO_WRONG_PUBLISH)
-    is_number = re.fullmatch(rb"[0-9]{1,5}", port)
-    if not is_number:
-        raise Malformed(AIO_WRONG_PUBLISH)
-    session.set_claimed_address(aio_unescape_bytes(address))
-    name = aio_unescape_bytes(name)
-    description = aio_unescape_bytes(description)
-    reason = session.publish_texts(name, description, int(port), now)
-    if reason:
+    def answer(self, session, message, now):
+        content, _, newline = message.partition(self.end)
+        kind, *fields = content.split(b"#")
+        if kind == b"12":
+            return session.rendered("text" if newline else "document", now)
+        if kind == b"13":
+            return self.publish(session, fields, now)
+        if kind == b"NEWS":
+            return session.room.text_news
+        if kind == b"SET_IP":
+            session.claim_address(b"#".join(fields))
+            return b"%SUCCESS#SET_IP#%"
+        if kind == b"KEEPALIVE":
+            session.keep_alive(now)
+            return b"%SUCCESS#KEEPALIVE#%"
+        # A line break may mean an HTTP request: a web page can let a browser send any body it likes
+        if b"\n" in kind:
+            raise Malformed("a line break within a message")
+        # These programs send further messages, which are meant for game servers
         return b""
-    return b"%SUCCESS#13#%"
+
+    def publish(self, session, fields, now):
+        """Answer a publish. In messages of the document an address precedes the port."""
+        if len(fields) not in (3, 4) or not re.fullmatch(rb"[0-9]{1,5}", fields[-1]):
+            raise Malformed("publish: not name, description, address (may be left out), port")
+        name, description, *address, port = map(aio_unescape, fields)
+        session.claim_address(b"".join(address))
+        if session.publish_texts(name, description, int(port), now):
+            return b""
+        return b"%SUCCESS#13#%"
+
+    # The lists, whose two forms share the entries of servers
+
+    @staticmethod
+    def entry(server):
+        # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
+        name = aio_published_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        entry = "%s#%s#%s#%d#" % (
+            name, aio_escape(server.description), server.address, server.port)
+        return entry.encode("utf-8")
+
+    def list(self, entries, now):
+        return b"%12#" + b"".join(entries or [self.entry(AIO_NOBODY)]) + b"%"
+
+    def document_list(self, entries, now):
+        numbered = [b"%d#%s" % pair for pair in enumerate(entries or [self.entry(AIO_NOBODY)])]
+        return b"%12#" + b"".join(numbered) + b"%"
+
+    def fetch(self):
+        # Masters that speak this dialect answer at once
+        data = yield from received_until(self.list_in, b"12#%\n", wait_s=5.0)
+        content = self.list_in(data)
+        if content is None:
+            raise Malformed("no list came before the end")
+        fields = content.split(b"#")
+        if len(fields) > 4 * LIST_SERVERS:
+            raise Malformed("more than %d servers" % LIST_SERVERS)
+        servers = []
+        for start in range(0, len(fields) - 3, 4):
+            name, description, address, port = map(aio_unescape, fields[start:start + 4])
+            if not re.fullmatch(b"[0-9]{1,5}", port) or int(port) > MAX_PORT:
+                raise Malformed("port: %a" % port.decode("latin-1"))
+            if not name.startswith(b"No servers currently online"):
+                servers.append({
+                    "name": decode_utf8(name, TEXT_CHARACTERS),
+                    "description": decode_utf8(description, TEXT_CHARACTERS),
+                    "address": decode_utf8(address), "port": int(port)})
+        return servers
+
+    @staticmethod
+    def list_in(data):
+        """Return the entries of the list in what a master has sent, or None if it is incomplete.
+
+        Greetings, which are other numbered messages, may precede the list."""
+        head = re.search(rb"(?:^|[%\0\r\n])12#", data)
+        if not head or not data.endswith(b"#%"):
+            return None
+        return data[head.end():-len(b"#%")]
+
+    # What announces a game server
+
+    @staticmethod
+    def publication(server):
+        """The number of players is a part of the name, as with the game's own servers."""
+        name = server.name
+        if server.players or server.max_players:
+            name += " [%d/%d]" % (server.players, server.max_players)
+        # A "#" separates fields, and a "%" at the beginning of a field ends the message
+        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
+        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
+
+    def read_replies(self, data):
+        """Return whether a master confirms the publication, and the bytes to read again with the
+        next ones."""
+        return self.confirmation in data, data[1 - len(self.confirmation):]
 
 
-def answer_aio_binary(session, now):
-    r"""Answer a message of the binary dialect, which is the document taken literally.
+class AioBinary:
+    r"""The binary dialect, which is the document taken literally.
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
@@ -7312,39 +7184,50 @@ def answer_aio_binary(session, now):
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
 
-    Each string ends with a NUL. A port is encoded as AioIntegerForm describes. Return the answer,
-    which may be b"", or None if the message is not complete yet. Raise Malformed if it has another
-    type."""
-    kind = session.buffer[:1]
-    content = session.buffer[1:]
-    if kind == AIO_ASK_FOR_SERVERS:
-        session.buffer = content
-        return session.fetch_list(aio_binary_list, now)
-    if kind == AIO_PUBLISH:
-        return publish_aio_binary(session, content, now)
-    raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+    Ports are integers as in AIO_INTEGERS."""
+
+    ask, publish = b"\x0c", b"\x0d"
+
+    def size(self, session, now):
+        kind = session.buffer[:1]
+        if kind == self.ask:
+            return len(kind)
+        if kind != self.publish:
+            raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+        *texts, port = session.buffer.split(b"\0", 3)
+        if len(texts) < 3:
+            return None
+        _, port_bytes = read_aio_integer(port)
+        return len(session.buffer) - len(port) + port_bytes
+
+    def answer(self, session, message, now):
+        if message == self.ask:
+            return session.rendered("binary", now)
+        name, description, address, port_bytes = message[1:].split(b"\0", 3)
+        port, _ = read_aio_integer(port_bytes)
+        session.claim_address(address)
+        session.publish_texts(name, description, port, now)
+        return b""
+
+    @staticmethod
+    def entry(server):
+        texts = "%s\0%s\0%s\0" % (aio_published_name(server), server.description, server.address)
+        return texts.encode("utf-8") + aio_integer(server.port)
+
+    def list(self, entries, now):
+        numbered = []
+        for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
+            numbered.append(struct.pack("<H", number) + entry)
+        return self.ask + b"".join(numbered)
 
 
-def publish_aio_binary(session, content, now):
-    """List a server that publishes itself in the binary dialect.
-
-    `content` has the bytes after the message's type in the session's buffer. Return b"", because
-    a publish is not answered in this dialect, or None if the message is not complete yet."""
-    fields = content.split(b"\0", 3)
-    if len(fields) < 4:
-        return None
-    name, description, address, port_and_following = fields
-    port, port_bytes = read_aio_integer(port_and_following)
-    if len(port_and_following) < port_bytes:
-        return None
-    session.buffer = port_and_following[port_bytes:]
-    session.set_claimed_address(address)
-    session.publish_texts(name, description, port, now)
-    return b""
+# Types of messages of the framed dialect
+AIO_NEWS, AIO_LIST, AIO_PUBLISH, AIO_KEEPALIVE, AIO_DONE, AIO_REFUSED = (
+    b"\1", b"\2", b"\3", b"\4", b"\5", b"\6")
 
 
-def answer_aio_framed(session, now):
-    """Answer a message of the framed dialect, which clients and servers since 2022 speak.
+class AioFramed:
+    """The framed dialect, which clients and servers since 2022 speak.
 
     A frame is length.u24 compression.u8 (0 none, 1 zlib) payload.
 
@@ -7359,277 +7242,232 @@ def answer_aio_framed(session, now):
         < … 01 text.string16
 
     Peers read a frame with one recv(4) and one recv(length), and lose a frame that arrives in two
-    pieces. So each frame is written in one call, and a long one is compressed to fit. Return the
-    answer, or None if the message is not complete yet. Raise Malformed if it has another type, or
-    if its frame cannot be read."""
-    unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
-    if unframed is None:
-        return None
-    payload, session.buffer = unframed
-    kind = payload[:1]
-    content = payload[1:]
-    if kind == AIO_NEWS:
-        return session.aio.framed_news
-    if kind == AIO_LIST:
-        return session.fetch_list(aio_framed_list, now)
-    if kind == AIO_PUBLISH_PORT and len(content) >= 2:
-        port = int.from_bytes(content[:2], "little")
-        reason = session.publish(port, {"aio_published_name": ""}, now)
-        return framed_aio_result(kind, reason)
-    if kind == AIO_KEEPALIVE:
-        session.on_keepalive(now)
-        reason = "" if session.server else "nothing is published on this connection"
-        return framed_aio_result(kind, reason)
-    raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+    pieces. So each frame is written in one call, and a long one is compressed to fit."""
+
+    keepalive = aio_frame(AIO_KEEPALIVE)
+    reply_bytes = 4096              # the longest; it has 20 bytes, with a reason perhaps 200
+
+    def size(self, session, now):
+        return aio_frame_bytes(session.buffer)
+
+    def answer(self, session, message, now):
+        payload = aio_payload(message, session.message_bytes)
+        kind, content = payload[:1], payload[1:]
+        if kind == AIO_NEWS:
+            return session.room.framed_news
+        if kind == AIO_LIST:
+            return session.rendered("framed", now)
+        if kind == AIO_PUBLISH and len(content) >= 2:
+            port = int.from_bytes(content[:2], "little")
+            return self.result(kind, session.publish(port, {"private": NO_DETAILS}, now))
+        if kind == AIO_KEEPALIVE:
+            session.keep_alive(now)
+            reason = "" if session.server else "nothing is published on this connection"
+            return self.result(kind, reason)
+        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+
+    @staticmethod
+    def result(kind, reason):
+        """Return the answer to a publish or keepalive; `reason` says why it is refused, or is ""."""
+        if reason:
+            return aio_frame(AIO_REFUSED + kind + aio_string16(reason))
+        return aio_frame(AIO_DONE + kind)
+
+    @staticmethod
+    def entry(server):
+        address = server.address.encode("ascii")
+        return bytes([len(address)]) + address + struct.pack("<H", server.port)
+
+    @staticmethod
+    def list(entries, now):
+        return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
+
+    def fetch(self):
+        begin = len(AIO_CONNECTED)
+
+        def is_complete(data):
+            size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
+            return size is not None and len(data) >= begin + size
+
+        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
+        if not is_complete(data):
+            raise Malformed("no list came before the end")
+        payload = aio_payload(data[begin:], LIST_BYTES)
+        if payload[:1] != AIO_LIST:
+            raise Malformed("type: not a list")
+        servers = []
+        offset = 3                      # the count of servers before the entries is redundant
+        while offset < len(payload):
+            port_at = offset + 1 + payload[offset]
+            address, port = payload[offset + 1:port_at], payload[port_at:port_at + 2]
+            offset = port_at + 2
+            if offset > len(payload):
+                raise Malformed("a list that is cut off")
+            if len(servers) == LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+            servers.append({"address": decode_utf8(address), "port": int.from_bytes(port, "little")})
+        return servers
+
+    @staticmethod
+    def publication(server):
+        """Masters query the port by UDP for everything else."""
+        return aio_frame(AIO_PUBLISH + struct.pack("<H", server.port))
+
+    def read_replies(self, data):
+        """As in AioText. Raise MasterRefused if a master refuses the publication."""
+        is_confirmed = False
+        size = aio_frame_bytes(data)
+        while size is not None and size <= len(data):
+            payload = aio_payload(data[:size], self.reply_bytes)
+            if payload == AIO_DONE + AIO_PUBLISH:
+                is_confirmed = True
+            elif payload.startswith(AIO_REFUSED + AIO_PUBLISH):
+                reason, _ = split_string16(payload[2:])
+                raise MasterRefused(reason.decode("utf-8", "replace"))
+            data = data[size:]
+            size = aio_frame_bytes(data)
+        if size is not None and size > self.reply_bytes:
+            raise Malformed("length: a frame of %d bytes" % size)
+        return is_confirmed, data
 
 
-def framed_aio_result(kind, reason):
-    """Return the frame that answers a publish or a keepalive. `kind` is the type of that message.
-
-    If `reason` is "", the frame says that the request is done. Otherwise it says that the request
-    is refused for this reason."""
-    if reason:
-        text = aio_string16(reason.encode("utf-8"))
-        return aio_frame(AIO_REFUSED + kind + text)
-    return aio_frame(AIO_DONE + kind)
+AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
 
 
-def aio_dialect(first_byte):
-    """Choose the dialect of a peer by the first byte that it sends.
+class AioSession(MessageSession):
+    """The connection of a game server or a player, in any dialect.
 
-    Return the function that answers messages of that dialect. Raise Malformed if no dialect has
-    messages that begin with this byte."""
-    if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
-        return answer_aio_binary
-    if first_byte.isalnum():
-        return answer_aio_text
-    # A frame begins with the lowest byte of its length. The messages that a peer can begin with
-    # have up to 14 bytes
-    if first_byte < b" ":
-        return answer_aio_framed
-    raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
+    server           the listed server that this connection keeps in the list, or None
+    claimed_address  the address that the game server claims to have, if the rules believe it
+    published        the port and the attributes of Server of the last publish that was accepted
+    kept_alive_at    the time of the last keepalive; infinite before the first one"""
 
+    idle_s = 330.0                  # without a listed server. Clients send something every 270 s
+    dialect: Any = None             # None before the peer's first byte
+    server: Optional[Server] = None
+    claimed_address = ""
+    published: Any = None
+    kept_alive_at = math.inf
 
-class AioSession(Session):
-    """The connection of a game server or a client, in any dialect."""
-
-    def __init__(self, aio, address, number, now):
-        """Begin the session of a peer that has connected from `address` at the time `now`.
-
-        `aio` is the Aio that all sessions share, `number` the peer's id in the text greeting."""
-        self.aio = aio
-        self.registry = aio.registry
-        self.rules = aio.rules
-        self.address = address
-        self.number = number
-        # The function that answers this peer's dialect; None before the peer's first byte
-        self.dialect = None
+    def __init__(self, room, address, now):
+        super().__init__(room, address, now)
+        self.number = next(room.session_numbers)        # the peer's id in the text greeting
         self.greet_at = now + AIO_GREETING_S
-        # The time at which the message in the buffer began to come. If the buffer is empty, it is
-        # the time of the last message, or of the connection
-        self.message_started_at = now
-        # The listed server that this connection keeps in the list, or None
-        self.server = None
-        # The address that the game server claims to have, or ""
-        self.claimed_address = ""
-        # The port and the attributes of Server that were published last. These are None before the
-        # first publish
-        self.published_port = 0
-        self.published_fields = None
-        # The time of the last keepalive. It is infinite before the first one
-        self.kept_alive_at = math.inf
 
     def opened(self, now):
-        """Return CONNECT. Two dialects begin with it, and peers of the text dialect ignore it."""
+        # Two dialects begin with it, and peers of the text dialect ignore it
         return AIO_CONNECTED
 
-    def receive(self, data, now):
-        """Add bytes from the peer to the buffer, and return the first answer to the messages in it.
+    def size(self, now):
+        if self.dialect is None:
+            first_byte = self.buffer[:1]
+            if first_byte in (AioBinary.ask, AioBinary.publish):
+                self.dialect = AIO_BINARY
+            elif first_byte.isalnum():
+                self.dialect = AIO_TEXT
+            # A frame begins with the lowest byte of its length. The messages that a peer can begin
+            # with have up to 14 bytes
+            elif first_byte < b" ":
+                self.dialect = AIO_FRAMED
+            else:
+                raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
+        return self.dialect.size(self, now)
 
-        Return b"" if no complete message has an answer. If a message is malformed, record that for
-        /check and raise Malformed."""
-        if data and not self.buffer:
-            self.message_started_at = now
-        self.buffer += data
-        try:
-            return self.answer_messages(now)
-        except Malformed as error:
-            unknown_port = 0
-            self.record_outcome(unknown_port, "bad packet", now, str(error))
-            raise
-
-    def answer_messages(self, now):
-        """Handle the messages in the buffer up to the first one with an answer. Return the answer.
-
-        Return b"" if no complete message has an answer. Raise Malformed if a message is malformed
-        or too long, or if the peer has sent too many messages."""
-        while self.buffer:
-            if len(self.buffer) > AIO_MESSAGE_BYTES:
-                raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
-            if self.dialect is None:
-                self.dialect = aio_dialect(self.buffer[:1])
-            answer = self.dialect(self, now)
-            if answer is None:
-                break
-            if not self.rules.message_limiter.allow(self.address, now):
-                raise Malformed("too many messages from one address")
-            self.message_started_at = now
-            if answer:
-                return answer
-        return b""
+    def message(self, message, now):
+        self.part_if_gone()
+        return self.dialect.answer(self, message, now)
 
     def ended(self, now):
-        """Answer the rest of the buffer, after the peer has ended its side of the connection.
-
-        A `12#%` is answered at once, because a newline cannot follow it any more."""
-        self.message_started_at -= AIO_NEWLINE_S
+        self.message_began -= AIO_NEWLINE_S     # no newline can follow any more
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Return the greeting or an answer if it is due. Set `done` after a long silence.
-
-        A listed server of this connection is confirmed, because it is still connected."""
-        is_greeting_due = self.dialect is None and now >= self.greet_at
-        if is_greeting_due:
+        if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
+        self.part_if_gone()
         if self.server:
             self.registry.confirm(self.server, now)
-            self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
+            self.done = now >= self.kept_alive_at + AIO_KEEPALIVE_S
         else:
-            self.done = now - self.message_started_at >= AIO_IDLE_S
+            super().tick(now)
         # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def closed(self, now):
-        """Remove the server of this connection from the list, if there is one."""
         self.registry.remove_own(self.server)
+        self.room.gone(self.server)
 
     # Requests in messages
 
-    def fetch_list(self, render, now):
-        """Return the cached list of servers that `render` has rendered, such as aio_text_list().
+    def part_if_gone(self):
+        """Separate the connection from its server if that has left, for example after a ban."""
+        if self.server and not self.registry.has(self.server):
+            self.room.gone(self.server)
 
-        Raise Malformed if this address has asked for lists too often."""
-        if not self.rules.request_limiter.allow(self.address, now):
-            raise Malformed("too many requests from one address")
-        rendered_list = self.aio.lists[render]
-        return rendered_list.get(now)
+    def claim_address(self, claimed):
+        """Note the address, in bytes, that the game server claims to have, if the rules believe it.
 
-    def set_claimed_address(self, claimed):
-        """Remember the address that the game server claims to have, if the rules believe it.
-
-        `claimed` is the address as bytes, or b"". The server is listed there from its next publish
-        or keepalive on."""
-        text = claimed.decode("ascii", "replace")
-        address = text.strip()
+        The server is listed there from its next publish or keepalive on."""
+        address = claimed.decode("ascii", "replace").strip()
         if self.rules.believes_claim(self.address, address):
             self.claimed_address = address
 
-    def listed_key(self, port):
-        """Return the Key (game, address, port) of a server of this peer at this port."""
-        address = self.rules.listed_address(self.address, self.claimed_address)
-        return self.aio.game, address, port
+    def listed_at(self, port):
+        """Return the key of a server of this peer at this port."""
+        return self.game, self.rules.listed_address(self.address, self.claimed_address), port
 
-    def on_keepalive(self, now):
-        """Note that a keepalive has come. Publish the server again if it is not listed any more.
-
-        It leaves the list if its address changes, if it is banned for a time, or if a newer
-        connection has published it and has ended."""
+    def keep_alive(self, now):
+        """Note a keepalive. Publish the server again if it is not listed any more: its address may
+        have changed, it was banned, or a newer connection has published it and has ended."""
         self.kept_alive_at = now
-        if self.published_fields is None:
-            return
-        key = self.listed_key(self.published_port)
-        if self.registry.get(*key) is None:
-            self.publish(self.published_port, self.published_fields, now)
+        if self.published:
+            port, fields = self.published
+            if self.registry.get(*self.listed_at(port)) is None:
+                self.publish(port, fields, now)
 
     def publish_texts(self, name, description, port, now):
-        """List a server that publishes its name and description, both given as bytes.
+        """Publish a server by its name and description, in bytes. As in publish().
 
-        A name may end with the number of players, such as ` [3/16]`. This game's own lists show the
-        name with that number. Return "" if the server is listed, and otherwise the reason why it is
-        refused."""
+        A name may end with the number of players. This game's own lists show it with them."""
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
-        players = max_players = 0
-        if counter:
-            players, max_players = map(int, counter.groups())
-        fields = {
+        players, max_players = map(int, counter.groups()) if counter else (0, 0)
+        return self.publish(port, {
             "name": AIO_COUNTER.sub("", published_name),
-            "aio_published_name": published_name,
+            "private": {"aio_published_name": published_name},
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players),
             "max_players": clamp(max_players),
-        }
-        return self.publish(port, fields, now)
+        }, now)
 
     def publish(self, port, fields, now):
-        """List the game server of this connection at this port, or refresh it.
+        """List the game server of this connection at this port, with these attributes of Server.
 
-        `fields` holds attributes of Server. If this connection had listed a server at another
-        address or port, that server leaves the list. Return "" if the server is listed, and
-        otherwise the reason why it is refused."""
-        key = self.listed_key(port)
+        If this connection had listed a server at another address or port, that server leaves the
+        list. Return "", or the reason why the server is refused."""
+        key = self.listed_at(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
+            self.room.gone(self.server)
+        name = fields.get("name")
+        if not name:
+            listed = self.registry.get(*key)
+            _, address, _ = key
+            name = listed.name if listed else endpoint_text(address, port)
         try:
-            server = self.list_server(key, fields, now)
+            if self.server is None:
+                self.room.check_room()
+            server = self.room.list_own(
+                self.address, port, {**fields, "name": name, "verified": "connection"}, now,
+                math.inf, self.claimed_address)
         except Refused as refused:
-            reason = str(refused)
-            self.record_outcome(port, refused.outcome, now, reason)
-            return reason
-        self.record_outcome(port, "listed", now)
-        self.published_port = port
-        self.published_fields = fields
+            self.room.record(self.address, port, refused.outcome, now, str(refused))
+            return str(refused)
+        self.published = port, fields
         if self.server is not server:
-            self.take_over(server)
+            self.room.take_over(server, self)
         return ""
-
-    def list_server(self, key, fields, now):
-        """List the game server with this key and these attributes, or refresh it.
-
-        Return the Server. Raise Refused if it may not be listed."""
-        complete_fields = {**fields, "verified": "connection"}
-        if not fields.get("name"):
-            complete_fields["name"] = self.name_in_list(key)
-        if self.server is None:
-            self.aio.check_room()
-        # The server stays in the list for as long as it is connected
-        lifetime = math.inf
-        return self.registry.list_or_refresh(key, self.address, now, lifetime, complete_fields)
-
-    def name_in_list(self, key):
-        """Return the name to list for a server that does not publish one.
-
-        It keeps the name that it has in the list. A server that is not listed yet is named by its
-        address and port."""
-        server = self.registry.get(*key)
-        if server:
-            return server.name
-        _, address, port = key
-        return endpoint_text(address, port)
-
-    def take_over(self, server):
-        """Let this connection, instead of any other, keep the server in the list."""
-        self.aio.disown(server)
-        self.aio.owners[server] = self
-        self.server = server
-        self.kept = True
-        # If another list names the server, it has been polled until now
-        self.aio.stop_polling(self.address, server.port)
-        if self.dialect is answer_aio_framed:
-            # The server is queried at the address that its connection comes from. If it is listed
-            # at another address, behind a router, this master may not reach it there
-            target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
-            target.querier_data = server
-
-    def record_outcome(self, port, outcome, now, detail=""):
-        """Record the outcome of a message of this peer for /check.
-
-        `port` is the published port, or 0 if it is not known. `outcome` is a key of OUTCOMES
-        (section 9), and `detail` the reason in words."""
-        game = self.aio.game
-        self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
 
 class Aio(TcpProtocol, PolledGame):
@@ -7653,108 +7491,181 @@ class Aio(TcpProtocol, PolledGame):
     unproven packets do not change what players see."""
 
     game = "aio"
+    title = "AIO"
+    settings = (
+        Setting("aio.port", "27011", read_port,
+                "TCP port for servers and clients of every generation.", live=False),
+        Setting("aio.news", "", read_text, "The text that players read under News."),
+        Setting("aio.news_file", "", read_without_url,
+                "A text file to read the news from instead; read again when it changes.",
+                text_file=True),
+    )
+    ports = (Port("tcp"),)
+    master_port = 27011
+    contact = Contact("AIO servers", "master server %(host)s, port %(port)d")
+    private = {"aio_published_name": Private("")}
+    announced_over = fetched_over = "tcp"
+    dialects = "text", "framed"
+    answer_lifetime_s = None            # the connection decides when a server leaves
+    answer_numbers = Form("<I I H", "players max_players version")
 
-    def __init__(self, core):
-        """Join a Core: its registry, its poller and its settings."""
-        super().__init__(core)
-        # PolledGame allows announcements by HTTP, but AIO servers keep a connection instead
-        del core.rooms[self.game]
+    def __init__(self, master=None):
         self.session_numbers = itertools.count()
-        # The AioSession of each listed server, by Server
-        self.owners = {}
-        # The RenderedList of each dialect, by the function that renders it
-        self.lists = {}
-        for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
-            self.lists[render] = RenderedList(self.registry, self.game, render)
-        self.read(core.settings)
+        self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
+        super().__init__(master)
 
     def read(self, settings):
-        """Read the number of connections and the news from the settings."""
-        share = settings["limits.connections_total"] * AIO_SHARE
-        self.max_servers = max(1, int(share))
+        super().read(settings)
+        # Half of all connections is for players and browsers. So no server has to leave for them
+        self.max_servers = max(1, settings["limits.connections_total"] // 2)
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
-        self.set_news(news)
-
-    def set_news(self, news):
-        """Prepare the answers to requests for the news: one in text, and one in a frame."""
-        text = news.strip()[:AIO_NEWS_CHARACTERS]
-        text_message = "%%NEWS#%s#%%" % aio_escape(text)
-        self.text_news = text_message.encode("utf-8", "replace")
-        framed_text = text.encode("utf-8", "replace")
-        framed_message = AIO_NEWS + aio_string16(framed_text)
-        self.framed_news = aio_frame(framed_message)
+        # A string16 has 65,535 bytes at most, and a character up to 4
+        news = news.strip()[:16000]
+        self.text_news = ("%%NEWS#%s#%%" % aio_escape(news)).encode("utf-8", "replace")
+        self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
 
     def session(self, address, now):
-        """Return an AioSession for a new connection from this address."""
-        number = next(self.session_numbers)
-        return AioSession(self, address, number, now)
+        return AioSession(self, address, now)
+
+    def lists(self):
+        return {
+            "text": ServerList(AIO_TEXT.entry, join=AIO_TEXT.list),
+            "document": ServerList(AIO_TEXT.entry, join=AIO_TEXT.document_list),
+            "binary": ServerList(AIO_BINARY.entry, join=AIO_BINARY.list),
+            "framed": ServerList(AIO_FRAMED.entry, join=AIO_FRAMED.list),
+        }
+
+    # Connected servers
 
     def check_room(self):
         """Raise Refused if listed servers have as many connections as they may have."""
-        if len(self.owners) >= self.max_servers:
+        if len(self.sessions) >= self.max_servers:
             raise Refused("limit", "this master keeps connections to at most %d servers"
                           % self.max_servers)
 
-    def on_registry_event(self, event, server):
-        """Separate a server that has left the list from its session.
+    def take_over(self, server, session):
+        """Let this connection, instead of any other, keep the server in the list."""
+        self.gone(server)
+        self.sessions[server] = session
+        session.server, session.kept = server, True
+        # If another list names the server, it has been polled until now
+        self.poller.remove(self.poller.find(self, session.address, server.port))
+        if session.dialect is AIO_FRAMED:
+            # The server is queried at the address that its connection comes from. If it is listed
+            # at another address, behind a router, this master may not reach it there
+            target = self.poller.add(self, session.address, server.port, ANNOUNCED)
+            target.server = server
 
-        Only servers that were found in another list are polled as PolledGame does it. `event` is
-        "listed" or "gone"."""
-        if event == "gone":
-            self.disown(server)
-        if server.found_at:
-            super().on_registry_event(event, server)
+    def gone(self, server):
+        """Separate a server from its connection, and stop polling it.
 
-    def disown(self, server):
-        """Separate a server from its session, if it has one, and stop polling it.
+        It has left the list, or belongs to a newer connection from now on."""
+        session = self.sessions.pop(server, None)
+        if session is not None:
+            self.poller.remove(self.poller.find(self, session.address, server.port))
+            session.server, session.kept = None, False
 
-        Either the server has left the list, or it belongs to a newer session from now on."""
-        session = self.owners.pop(server, None)
-        if session is None:
-            return
-        target = self.poller.find(self, session.address, server.port)
-        self.poller.remove(target)
-        session.server = None
-        session.kept = False
+    def resume(self, server):
+        if server.found_at:             # the others have to connect again
+            super().resume(server)
+
+    @classmethod
+    def knows_players(cls, server):
+        # A framed server is listed before it is queried
+        published_name = server.private.get("aio_published_name")
+        return bool(published_name or server.version or server.max_players)
 
     # Queries to framed servers
 
-    def query(self, target):
-        """Return the query, which is the same for every server."""
+    def question(self, target):
         return b"\0"
 
-    def answer(self, target, data, now):
-        """Update the server with its answer to a query; list it if it was found in another list.
-
-        Return b"", because the poll is complete and nothing more is sent. Raise Malformed if the
-        data are not an answer, and Refused if the name is not allowed."""
-        info = aio_info(data)
+    def read_answer(self, target, data):
+        payload = inflate(data, POLL_ANSWER_BYTES)
+        if payload[:1] != b"\0":
+            raise Malformed("type: not an answer")
+        name, following = split_string16(payload[1:])
+        description, numbers = split_string16(following)
+        answer = self.answer_numbers.read(numbers)
         fields = {
-            "description": info.description,
-            "players": clamp(info.players),
-            "max_players": clamp(info.max_players),
-            "version": str(info.version),
-            "ping_ms": round(target.ping_ms),
+            "name": decode_legacy(name),
+            "description": decode_legacy(description, TEXT_CHARACTERS),
+            "players": clamp(answer.players),
+            "max_players": clamp(answer.max_players),
+            "version": str(answer.version),
         }
-        if target.found is not None:
-            fields["name"] = info.name or endpoint_text(*self.listed_endpoint(target))
-            self.list_polled(target, fields, now)
-            return b""
-        self.registry.check_name(info.name)
-        server = target.querier_data
-        fields["name"] = info.name or server.name
-        self.registry.update(server, fields)
-        return b""
+        if self.master:
+            # A connected server does not leave because of a name that somebody may have forged
+            self.registry.check_name(fields["name"])
+        return fields
+
+    def listed_server(self, target):
+        if target.server is None:
+            return super().listed_server(target)
+        return target.server if self.registry.has(target.server) else None
+
+    def list_polled(self, target, fields, now):
+        if target.server is not None:
+            name = fields["name"] or target.server.name
+            fields = {**fields, "name": name, "verified": "connection"}
+        return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):
-        """Record for /check that a poll got no answer.
+        if target.server is None:
+            super().poll_missed(target, now)
+        else:                           # it is still connected, and so stays listed and polled
+            self.report_silence(target, now)
 
-        Return False, because the server is still connected, and so stays listed and polled. That is
-        different for a server that was found in another list."""
-        if target.found is not None:
-            return super().poll_missed(target, now)
-        self.record_silence(target, now)
-        return False
+    # What our own `announce` and `list` speak
+
+    def default_dialect(self, fields):
+        return "text" if fields.get("name") else "framed"
+
+    def fetch(self):
+        dialect = AIO_TEXT if self.dialect == "text" else AIO_FRAMED
+        return dialect.fetch()
+
+    def announce(self, server):
+        """Keep a server announced over one connection.
+
+        In the text dialect a master that refuses a server does not say so. The reason may end
+        later, so the server is published again with each keepalive."""
+        dialect = AIO_TEXT if self.dialect == "text" else AIO_FRAMED
+        keepalive, received, state = b"", b"", ""
+        while True:
+            is_heard = is_confirmed = False
+            # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
+            data = yield Send(keepalive + dialect.publication(server), 30.0, state=state)
+            while data is not None:
+                if not data:
+                    raise ConnectionError("the master has closed the connection")
+                is_heard = True
+                confirms, received = dialect.read_replies(received + data)
+                is_confirmed = is_confirmed or confirms
+                data = yield Send(state="announced", accepted=True) if confirms else Send()
+            if not is_heard:
+                raise ConnectionError("the master has fallen silent")
+            keepalive = dialect.keepalive
+            state = "" if is_confirmed else (
+                "the master does not confirm it; has it banned this address, refused the name, or "
+                "run out of room?")
+
+    def farewell(self, server):
+        return b""                      # the end of the connection says it
+
+    @property
+    def answer(self):
+        """What answers masters' queries; None in the text dialect, whose masters do not query."""
+        return None if self.dialect == "text" else self.query_answer
+
+    def query_answer(self, server, data):
+        if data != self.question(None):
+            raise Malformed("a query is the one byte 00")
+        version = clamp(int(server.version)) if server.version.isdecimal() else 0
+        numbers = self.answer_numbers.write(
+            players=server.players, max_players=server.max_players, version=version)
+        texts = aio_string16(server.name) + aio_string16(server.description)
+        return zlib.compress(b"\0" + texts + numbers)
 
 
 # --- Quake III -----------------------------------------------------------------------------------
@@ -11327,7 +11238,6 @@ GAME_TITLES = {
     "iceball": "Iceball",
     "hyperbol": "Hyperbol",
     "subspace": "SubSpace",
-    "aio": "AIO",
     "luanti": "Luanti",
     "ddnet": "DDNet",
     "quake3": "Quake III family",
@@ -13142,12 +13052,13 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio)
 
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
-    *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+    *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS = {game.game: game for game in GAMES}
+GAME_TITLES.update((game.game, game.title) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
@@ -14631,7 +14542,8 @@ class News:
             # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
-        if not self.knows_players(server):
+        room = ROOMS.get(server.room)
+        if room and not room.knows_players(server):
             return
         if server.players < self.settings["notify.players"]:
             self.below_threshold.add(key)
@@ -14639,14 +14551,6 @@ class News:
             self.below_threshold.remove(key)
             if self.is_news(server):
                 self.publish(server)
-
-    @staticmethod
-    def knows_players(server):
-        """Return whether the number of players on a server is known. It is unknown for a framed AIO
-        server that has not answered a query yet: such a server is listed before it is queried."""
-        if server.game != "aio":
-            return True
-        return bool(server.aio_published_name or server.version or server.max_players)
 
     def is_news(self, server):
         """Return whether to send a message about this server, which has just become popular enough.
@@ -15725,11 +15629,8 @@ FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its 
 JSON_VALUE_CHARACTERS = 1 << 17
 JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
-AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-AIO_TEXT_LIST_REQUEST = b"12#%\n"
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
 QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
                      b"\xff\xff\xff\xffgetserversResponse")
@@ -15894,111 +15795,6 @@ def list_hyperbol(host, port):
     servers = []
     for address, server_port, flavor in parse_hyperbol_list(data):
         servers.append({"address": address, "port": server_port, "flavor": flavor})
-    return servers
-
-
-def list_aio(host, port):
-    """Return the servers that an AIO master lists.
-
-    The text dialect is tried first, because its list has names. A master that does not speak it
-    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
-    if neither gives a list."""
-    try:
-        return list_aio_text(host, port)
-    except (socket.timeout, ConnectionResetError, Malformed) as error:
-        text_error = error_text(error)
-    try:
-        return list_aio_framed(host, port)
-    except (OSError, Malformed) as error:
-        raise Malformed("no list as text (%s), and none in frames (%s)" % (
-            text_error, error_text(error))) from None
-
-
-def list_aio_text(host, port):
-    """Return the servers that an AIO master lists in the text dialect."""
-    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
-    return aio_text_entries(fields)
-
-
-def aio_text_fields(data):
-    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
-
-    Greetings, which are other numbered messages, may precede the list. Return None if the list is
-    not complete yet."""
-    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
-    if not start or not data.endswith(b"#%"):
-        return None
-    return data[start.end():-len(b"#%")]
-
-
-def aio_text_entries(data):
-    """Return the servers in a text list as dicts.
-
-        name#description#address#port { #name#description#address#port }*
-
-    Raise Malformed if there are too many servers, or if a port is not a number."""
-    if data.count(b"#") >= 4 * LIST_SERVERS:
-        raise Malformed("more than %d servers" % LIST_SERVERS)
-    fields = data.decode("utf-8", "replace").split("#")
-    servers = []
-    for start in range(0, len(fields) - 3, 4):
-        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
-        name, description, address, port_text = server_fields
-        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
-            raise Malformed("port: %a" % port_text)
-        # In the document, an empty list has this as its only entry
-        if name.startswith("No servers currently online"):
-            continue
-        servers.append({"name": name, "description": description, "address": address,
-                        "port": int(port_text)})
-    return servers
-
-
-def aio_unescape(field):
-    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
-    text = field.replace("<num>", "#").replace("<percent>", "%")
-    return clean(text, TEXT_CHARACTERS)
-
-
-def list_aio_framed(host, port):
-    """Return the servers that an AIO master lists in the framed dialect."""
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
-    return aio_framed_entries(payload)
-
-
-def payload_after_greeting(data):
-    """Return the payload of the frame that follows a framed master's greeting.
-
-    Return None if the frame is not complete yet."""
-    unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
-    if unframed is None:
-        return None
-    payload, _ = unframed
-    return payload
-
-
-def aio_framed_entries(payload):
-    """Return the servers in the payload of a framed list, as dicts.
-
-        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
-
-    Raise Malformed if the payload is not a list, or is truncated."""
-    if payload[:1] != AIO_LIST:
-        raise Malformed("type: not a list")
-    servers = []
-    count_bytes = 2                     # the count itself is redundant, and skipped
-    offset = len(AIO_LIST) + count_bytes
-    while offset < len(payload):
-        address_start = offset + 1
-        address_end = address_start + payload[offset]
-        offset = address_end + PORT_BYTES
-        if len(payload) < offset:
-            raise Malformed("a list that is cut off")
-        address = payload[address_start:address_end].decode("ascii", "replace")
-        port = int.from_bytes(payload[address_end:offset], "little")
-        servers.append({"address": clean(address), "port": port})
     return servers
 
 
@@ -16177,7 +15973,6 @@ LISTS: Any = {
     "iceball": (list_iceball, MASTER_PORTS["iceball"]),
     "subspace": (list_subspace, MASTER_PORTS["subspace"]),
     "hyperbol": (list_hyperbol, MASTER_PORTS["hyperbol"]),
-    "aio": (list_aio, MASTER_PORTS["aio"]),
     "quake3": (list_quake3, MASTER_PORTS["quake3"]),
     "luanti": (list_luanti, MASTER_PORTS["luanti"]),
     "ddnet": (list_ddnet, MASTER_PORTS["ddnet"]),
@@ -16330,12 +16125,6 @@ def found_in_hyperbol_list(upstream, address):
     return found_addresses(upstream, list_hyperbol(address, upstream.port))
 
 
-def found_in_aio_list(upstream, address):
-    """Yield the FoundServers in the framed list of an AIO master. Only servers of the framed
-    dialect answer queries, so the list in text would not add any."""
-    return found_addresses(upstream, list_aio_framed(address, upstream.port))
-
-
 def found_addresses(upstream, entries):
     """Yield a FoundServer, without further fields, for each entry of a list."""
     for entry in with_pauses(entries):
@@ -16385,7 +16174,6 @@ FOUND_LISTS = {
     "quake3": found_in_quake3_list,
     "hyperbol": found_in_hyperbol_list,
     "subspace": found_in_subspace_list,
-    "aio": found_in_aio_list,
     "luanti": found_in_luanti_list,
 }
 
@@ -17253,9 +17041,6 @@ ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
 # apart, and a burst begins every 40 s
 ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
-# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each of them
-AIO_KEEPALIVE_EVERY_S = 30.0
-AIO_MASTER_BYTES = 4096             # a master's message has 20 bytes; with a reason perhaps 200
 # A refused server is announced again after this time, as Iceball's game servers do. By HTTP it is
 # announced again after RETRY_MAX_S
 REFUSED_S = 1800.0
@@ -17271,11 +17056,6 @@ ZONE_NAME_BYTES, ARENA_NAME_BYTES = 31, 15
 ZONE_ANNOUNCED_DESCRIPTION_BYTES = 385
 HYPERBOL_NAME_BYTES, HYPERBOL_MODE_BYTES, HYPERBOL_MAP_BYTES = 31, 31, 63
 HYPERBOL_VERSION_BYTES = 15
-
-AIO_TEXT_CONFIRMATION = b"SUCCESS#13#%"
-AIO_FRAMED_QUERY = b"\0"
-AIO_FRAMED_CONFIRMATION = AIO_DONE + AIO_PUBLISH_PORT
-AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class Announcer:
@@ -17445,119 +17225,6 @@ class SubSpaceAnnouncer(Announcer):
         return build_ping_answer(data, total, playing, [(arena, total, playing)])
 
 
-class AioAnnouncer(Announcer):
-    """Announces an AIO server in the text dialect, over a connection that is kept open.
-
-    In this dialect a master that refuses a server does not say so. The reason may end later, so the
-    server is published again with each keepalive. The number of players is a part of the name, as
-    it is with the game's own servers."""
-
-    transport = "tcp"
-    master_port = 27011
-    keepalive = b"KEEPALIVE#%\n"
-
-    def opened(self, now):
-        """Return the first bytes of a new connection: they publish the server."""
-        self.buffer = b""
-        # Since the last keepalive, has the master sent anything, and has it confirmed the server?
-        self.is_heard = False
-        self.is_confirmed = False
-        self.due = now + AIO_KEEPALIVE_EVERY_S
-        return self.publication()
-
-    def announce(self, now):
-        """Return a keepalive and the message that publishes the server.
-
-        Raise ConnectionError if the master has sent nothing since the last keepalive."""
-        if not self.is_heard:
-            raise ConnectionError("the master has fallen silent")
-        if not self.is_confirmed:
-            self.set_state("the master does not confirm it; has it banned this address, "
-                           "refused the name, or run out of room?")
-        self.is_heard = False
-        self.is_confirmed = False
-        self.due = now + AIO_KEEPALIVE_EVERY_S
-        return self.keepalive + self.publication()
-
-    def publication(self):
-        """Return the message that publishes the server: 13#NAME#DESCRIPTION#PORT#%, newline."""
-        server = self.server
-        name = server.name
-        if server.players or server.max_players:
-            name += " [%d/%d]" % (server.players, server.max_players)
-        message = "13#%s#%s#%d#%%\n" % (
-            self.escaped(name), self.escaped(server.description), server.port)
-        return message.encode("utf-8")
-
-    @staticmethod
-    def escaped(text):
-        """Return a text without characters that have a meaning in this dialect.
-
-        A "#" separates fields, and a "%" at the beginning of a field ends the message."""
-        return text.replace("#", "<num>").lstrip("%")
-
-    def receive(self, data, now):
-        """Look for the master's confirmation in the data. Return b"", because none is answered."""
-        self.is_heard = True
-        received = self.buffer + data
-        # The confirmation may come in pieces, so the bytes that may be its beginning are kept
-        self.buffer = received[1 - len(AIO_TEXT_CONFIRMATION):]
-        if AIO_TEXT_CONFIRMATION in received:
-            self.is_confirmed = True
-            self.on_accepted("announced")
-        return b""
-
-
-class FramedAioAnnouncer(AioAnnouncer):
-    """Announces an AIO server in the framed dialect, over a connection that is kept open.
-
-    The announcement has only the port. Masters query that port by UDP for everything else."""
-
-    query_offset = 0
-    keepalive = aio_frame(AIO_KEEPALIVE)
-
-    def publication(self):
-        """Return the frame that publishes the server's port."""
-        return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
-
-    def receive(self, data, now):
-        """Read all complete frames. Return b"", because none of them is answered.
-
-        Raise MasterRefused if one of them is a refusal, and Malformed if one cannot be read."""
-        self.is_heard = True
-        self.buffer += data
-        while True:
-            unframed = aio_unframe(self.buffer, AIO_MASTER_BYTES)
-            if unframed is None:
-                return b""
-            payload, self.buffer = unframed
-            self.receive_message(payload)
-
-    def receive_message(self, payload):
-        """Read the payload of one frame. Raise MasterRefused if it is a refusal.
-
-        Only confirmations and refusals of the publication matter; other payloads are ignored."""
-        if payload.startswith(AIO_FRAMED_CONFIRMATION):
-            self.is_confirmed = True
-            self.on_accepted("announced")
-        elif payload.startswith(AIO_FRAMED_REFUSAL):
-            reason, _ = split_string16(payload[len(AIO_FRAMED_REFUSAL):])
-            raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
-
-    def answer(self, data):
-        """Return the answer to a query, which is one byte 00. Raise Malformed for other data."""
-        if data != AIO_FRAMED_QUERY:
-            raise Malformed("a query is the one byte 00")
-        server = self.server
-        version = 0
-        if server.version.isdecimal():
-            version = clamp(int(server.version))
-        name = aio_string16(server.name.encode("utf-8"))
-        description = aio_string16(server.description.encode("utf-8"))
-        numbers = struct.pack("<IIH", server.players, server.max_players, version)
-        return zlib.compress(b"\0" + name + description + numbers)
-
-
 class HttpAnnouncer(Announcer):
     """Announces a server of any game by POST /announce.
 
@@ -17643,8 +17310,6 @@ ANNOUNCERS = {
     "iceball": IceballAnnouncer,
     "subspace": SubSpaceAnnouncer,
     "hyperbol": HyperbolAnnouncer,
-    "aio text": AioAnnouncer,
-    "aio framed": FramedAioAnnouncer,
 }
 
 
@@ -18061,16 +17726,6 @@ def ping_hyperbol(host, port, tries=ASK_TRIES):
     return udp_ping(host, port, question, read_answer, tries)
 
 
-def ping_aio(host, port):
-    """Query a framed AIO server, and return the fields of its answer and its ping."""
-    return udp_ping(host, port, AIO_FRAMED_QUERY, read_aio_info)
-
-
-def read_aio_info(data):
-    """Return the fields of a framed AIO server's answer. Raise Malformed for other data."""
-    return aio_info(data)._asdict()
-
-
 def ping_quake3(host, port):
     """Query a Quake III server, and return the fields of its answer and its ping."""
     return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
@@ -18097,7 +17752,6 @@ def ping_luanti(host, port):
 PINGS = {
     "subspace": ping_subspace,
     "hyperbol": ping_hyperbol,
-    "aio": ping_aio,
     "quake3": ping_quake3,
     "luanti": ping_luanti,
 }

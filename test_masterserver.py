@@ -4088,6 +4088,7 @@ AIO_FRAMED_LIST = (
 AIO_ANSWER = (
     hexa("00 0900") + b"My server" + hexa("0400") + b"Fun!" + hexa("03000000 10000000 0700"))
 
+AIO_GREETING = hexa("01 00000000")
 AIO_TEXT = b"13#N#D#27010#%"
 AIO_BINARY = b"\x0dN\0D\0\0\x14\x48\x01"
 AIO_FRAMED = hexa("03000000 03 8269")
@@ -4108,6 +4109,7 @@ AIO_TRACES = (
     ("publish, keepalive, publish",
      b"13#NAME [0/9]#DESC#27010#%\nKEEPALIVE#%\n13#NAME [1/9]#50% more#27010#%\r\n",
      b"%SUCCESS#13#%%SUCCESS#KEEPALIVE#%%SUCCESS#13#%"),
+    ("address", b"SET_IP#203.0.113.7#%\n", b"%SUCCESS#SET_IP#%"),
     ("text news", b"NEWS#%\n", b"%NEWS#50<percent> more <num>1#%"),
     ("list and news", b"NEWS#%\n12#%NEWS#%", b"%NEWS#50<percent> more <num>1#%"
      + AIO_DOCUMENT_LIST + b"%NEWS#50<percent> more <num>1#%"),
@@ -4128,129 +4130,137 @@ AIO_TRACES = (
 )
 
 
-def aio_ready(**settings):
-    """With the document's two servers."""
-    aio = ms.Aio(make_core(aio__news="50% more #1", **settings))
-    for name, description, address in (AIO_OFFICIAL, AIO_UNNAMED):
-        aio_peer(aio, b"13#%s#%s#27010#%%\n" % (name, description), address.decode())
-    return aio
+class AioWorld:
+    """The room, its peers, and a framed game server that answers queries."""
+
+    game = ms.Aio
+    place = "203.0.113.9", 27010
+    question, answer = b"\0", zlib.compress(AIO_ANSWER)
+    answered = {"name": "My server", "description": "Fun!", "players": 3, "max_players": 16,
+                "version": "7"}
+    wrong_answers = (
+        b"", b"\0", b"x" * 50, zlib.compress(b"\1" + AIO_ANSWER[1:]), answer[:-1],
+        zlib.compress(AIO_ANSWER[:-1]), zlib.compress(b"\0\xff\xff"),
+        zlib.compress(bytes(100 << 20), 9))
+
+    def __init__(self, servers=(), **settings):
+        self.core = make_core(**{"aio__news": "50% more #1", **settings})
+        self.registry, self.poller = self.core.registry, self.core.poller
+        self.room = ms.Aio(self.core)
+        for name, description, address in servers:
+            self.peer(b"13#%s#%s#27010#%%\n" % (name, description), address.decode())
+
+    def peer(self, data, address="203.0.113.9", now=0.0):
+        """A connection that has sent this."""
+        session = self.room.session(address, now)
+        feed(session, data, now=now)
+        return session
+
+    def ask(self, request, now=0.0):
+        """What a peer of its own gets for this; 0.2 s later if it takes a newline to tell."""
+        session = self.room.session("198.51.100.7", now)
+        return feed(session, request, now=now) + session.tick(now + 0.2)
+
+    def listed(self, *names):
+        """These attributes of the listed servers."""
+        return [tuple(getattr(server, name) for name in names) if names[1:]
+                else getattr(server, names[0]) for server in self.registry.servers("aio")]
+
+    def outcome(self, source, port=27010):
+        return self.registry.outcome(source, "aio", port)[1:]
 
 
-def aio_peer(aio, data, address="203.0.113.9", now=0.0
-             ):
-    """A connection that has sent this."""
-    session = aio.session(address, now)
-    feed(session, data, now=now)
-    return session
-
-
-def aio_ask(aio, request, now=0.0):
-    """What a peer of its own gets for this; 0.2 s later if it takes a newline to tell."""
-    session = aio.session("198.51.100.7", now)
-    return feed(session, request, now=now) + session.tick(now + 0.2)
+def document_world(**settings):
+    return AioWorld((AIO_OFFICIAL, AIO_UNNAMED), **settings)
 
 
 class AioTest(unittest.TestCase):
-    def listed(self, aio, *names):
-        """These attributes of the listed servers."""
-        return [tuple(getattr(server, name) for name in names) if names[1:]
-                else getattr(server, names[0]) for server in aio.registry.servers("aio")]
 
     def test_integers_of_the_binary_dialect(self):
         for value, wire in ((0, "01"), (127, "ff"), (128, "0200"), (8080, "427c"),
                             (0x407F, "feff"), (16512, "040000"), (27010, "144801"),
                             (65535, "fcfb05"), (0x204080, "00000000"), (0x2020407F, "f8ffffff")):
-            with self.subTest(value):
-                data = hexa(wire)
-                if value <= 65535:
-                    self.assertEqual(ms.aio_integer(value), data)
-                self.assertEqual(ms.read_aio_integer(data + b"?"), (value, len(data)))
-                for cut in range(len(data)):
-                    self.assertGreater(ms.read_aio_integer(data[:cut])[1], cut)
+            data = hexa(wire)
+            self.assertEqual(ms.aio_integer(value), data)
+            self.assertEqual(ms.read_aio_integer(data + b"?"), (value, len(data)))
+            for cut in range(len(data)):
+                self.assertGreater(ms.read_aio_integer(data[:cut])[1], cut)
 
     def test_traces_whole_and_in_every_split(self):
         for title, data, answer in AIO_TRACES:
             for size in range(1, len(data) + 1):
                 with self.subTest(title, size=size):
-                    session = aio_ready().session("185.12.59.68", 0.0)
+                    session = document_world().room.session("185.12.59.68", 0.0)
                     self.assertEqual(feed(session, data, size) + session.tick(0.25), answer)
             for at in range(1, len(data)):
-                session = aio_ready().session("185.12.59.68", 0.0)
-                found = feed(session, data[:at]) + feed(session, data[at:], now=0.1)
-                self.assertEqual(found + session.tick(0.35), answer, title)
+                session = document_world().room.session("185.12.59.68", 0.0)
+                answers = feed(session, data[:at]) + feed(session, data[at:], now=0.1)
+                self.assertEqual(answers + session.tick(0.35), answer, title)
 
     def test_one_answer_at_a_time(self):
         """The rest waits until the peer has taken it; what has no answer stops nothing."""
-        for data, answers in (
-                (b"\x0c\x0c" + AIO_BINARY + b"\x0c", 3), (b"HI#%NEWS#%HI#%NEWS#%", 2),
-                (AIO_FRAMED + AIO_KEEPALIVE * 3, 4)):
-            session = aio_ready().session("37.192.51.67", 0.0)
-            found = [session.receive(data, 0.0)]
-            while found[-1]:
-                found.append(session.receive(b"", 0.0))
-            self.assertEqual(len(found) - 1, answers, data)
+        for data, count in ((b"\x0c\x0c" + AIO_BINARY + b"\x0c", 3), (b"HI#%NEWS#%HI#%NEWS#%", 2),
+                            (AIO_FRAMED + AIO_KEEPALIVE * 3, 4)):
+            session = document_world().room.session("37.192.51.67", 0.0)
+            answers = [session.receive(data, 0.0)]
+            while answers[-1]:
+                answers.append(session.receive(b"", 0.0))
+            self.assertEqual(len(answers) - 1, count, data)
 
     def test_a_newline_tells_the_two_lists_apart(self):
-        def session():
-            made = aio_ready().session("198.51.100.7", 0.0)
-            self.assertEqual(made.receive(b"12#%", 5.0), b"")
-            return made
-
-        self.assertEqual(session().tick(5.1), b"")
-        self.assertEqual(session().tick(5.2), AIO_DOCUMENT_LIST)
-        self.assertEqual(session().receive(b"\n", 5.1), AIO_DEPLOYED_LIST)
-        self.assertEqual(session().receive(b"NEWS#%", 5.1), AIO_DOCUMENT_LIST)
-        half_closed = session()                 # no newline can follow
-        self.assertEqual(half_closed.ended(5.1), AIO_DOCUMENT_LIST)
-        self.assertEqual(half_closed.receive(b"", 5.1), b"")
+        for method, *arguments, answer in (
+                ("tick", 5.1, b""), ("tick", 5.2, AIO_DOCUMENT_LIST),
+                ("receive", b"\n", 5.1, AIO_DEPLOYED_LIST),
+                ("receive", b"NEWS#%", 5.1, AIO_DOCUMENT_LIST),
+                ("ended", 5.1, AIO_DOCUMENT_LIST)):         # no newline can follow
+            session = document_world().room.session("198.51.100.7", 0.0)
+            session.receive(b"HI#%\n", 0.0)     # its newline is none of the next message
+            self.assertEqual(session.receive(b"12#%", 5.0), b"")
+            self.assertEqual(getattr(session, method)(*arguments), answer)
 
     def test_greetings(self):
-        aio = ms.Aio(make_core())
+        aio = AioWorld()
         for number in b"0", b"1":               # ids count up
-            silent = aio.session("198.51.100.7", 0.0)
-            self.assertEqual(silent.opened(0.0), hexa("01 00000000"))
+            silent = aio.room.session("198.51.100.7", 0.0)
+            self.assertEqual(silent.opened(0.0), AIO_GREETING)
             self.assertEqual([silent.tick(now) for now in (1.1, 1.2, 1.3)],
                              [b"", b"%1#" + number + b"#%", b""])
             self.assertEqual(feed(silent, b"KEEPALIVE#%", now=2.0), b"%SUCCESS#KEEPALIVE#%")
         for data in b"N", b"\x0d", b"\3":
-            talking = aio_peer(aio, data)
-            self.assertEqual(talking.tick(1.2), b"")
+            self.assertEqual(aio.peer(data).tick(1.2), b"")
 
-    def test_published_in_one_dialect_and_listed_in_all(self):
+    def test_lists(self):
+        """(what is published from where, and how it is listed; the last is the placeholder)"""
         best, fun = b"best AIO server", b"100% fun"
-        for data, name, description in (
-                (b"13#best AIO server#100% fun#27010#%\n", best, fun),
-                (b"13#best AIO server#100<percent> fun#10.0.0.1#27010#%", best, fun),
-                (b"\x0dbest AIO server\x00100% fun\0\0\x14\x48\x01", best, fun),
-                (AIO_FRAMED, b"203.0.113.9:27010", b"")):
-            aio = ms.Aio(make_core())
-            aio_peer(aio, data)
-            text = name + b"#" + description.replace(b"%", b"<percent>") + b"#203.0.113.9#27010#%"
-            binary = b"\0".join((name, description, b"203.0.113.9", b"\x14\x48\x01"))
-            framed = hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")
-            self.assertEqual([aio_ask(aio, request) for request in AIO_LISTS], [
-                b"%12#" + text, b"%12#0#" + text, hexa("0c 0000") + binary, framed])
-        aio = ms.Aio(make_core())
-        aio_peer(aio, AIO_FRAMED, "2001:db8::9")
-        self.assertEqual(aio_ask(aio, b"12#%\n"),
-                         b"%12#[2001:db8::9]:27010##2001:db8::9#27010#%")
+        for data, source, name, description, framed in (
+                (b"13#best AIO server#100% fun#27010#%\n", "203.0.113.9", best, fun, "11"),
+                (b"13#best AIO server#100<percent> fun#10.0.0.1#27010#%", "203.0.113.9", best, fun,
+                 "11"),
+                (b"\x0dbest AIO server\x00100% fun\0\0\x14\x48\x01", "203.0.113.9", best, fun,
+                 "11"),
+                (AIO_FRAMED, "203.0.113.9", b"203.0.113.9:27010", b"", "11"),
+                (AIO_FRAMED, "2001:db8::9", b"[2001:db8::9]:27010", b"", "11"),
+                (b"", "127.0.0.1", b"No servers currently online :pepe:",
+                 b"There are currently no available servers... Maybe host your own or wait later?"
+                 b":O", "")):
+            aio = AioWorld()
+            aio.peer(data, source)
+            address = source.encode()
+            text = b"#".join((name, description.replace(b"%", b"<percent>"), address, b"27010#%"))
+            frame = hexa("03000000 02 0000")
+            if framed:
+                frame = hexa("11000000 02 0100 0b") + address + hexa("8269")
+            self.assertEqual([aio.ask(request) for request in AIO_LISTS], [
+                b"%12#" + text, b"%12#0#" + text,
+                hexa("0c 0000") + b"\0".join((name, description, address, b"\x14\x48\x01")), frame])
 
-    def test_empty_lists(self):
-        entry = (b"No servers currently online :pepe:", b"There are currently no available"
-                 b" servers... Maybe host your own or wait later?:O", b"127.0.0.1")
-        text = b"#".join(entry) + b"#27010#%"
-        aio = ms.Aio(make_core())
-        self.assertEqual([aio_ask(aio, request) for request in AIO_LISTS], [
-            b"%12#" + text, b"%12#0#" + text,
-            hexa("0c 0000") + b"\0".join(entry) + hexa("00 144801"), hexa("03000000 02 0000")])
-
-    def test_lists_number_their_servers(self):
-        aio = ms.Aio(make_core())
+    def test_long_lists(self):
+        aio = AioWorld()
         for number in range(300):
             address = address_of(number)
             aio.registry.list_or_refresh(("aio", address, 27010), address, 0.0, math.inf,
                                          {"name": str(number)})
-        deployed, document, binary, framed = [aio_ask(aio, request) for request in AIO_LISTS]
+        deployed, document, binary, framed = [aio.ask(request) for request in AIO_LISTS]
         numbers = list(range(300))
         self.assertEqual(deployed.count(b"#27010#"), 300)
         self.assertEqual(list(map(int, document.split(b"#")[1::5][:-1])), numbers)
@@ -4260,9 +4270,6 @@ class AioTest(unittest.TestCase):
         self.assertEqual((len(framed) - 4, framed[3]), (int.from_bytes(framed[:3], "little"), 1))
         payload = zlib.decompress(framed[4:])
         self.assertEqual((payload[:3], payload.count(hexa("8269"))), (hexa("02 2c01"), 300))
-        made = aio.lists[ms.aio_binary_list].rendered
-        self.assertEqual(aio_ask(aio, b"\x0c", 5.0), binary)
-        self.assertIs(aio.lists[ms.aio_binary_list].rendered, made)                     # made once
 
     def test_names_and_players(self):
         """(published, name, players, maximum, in the text list, in the binary one)"""
@@ -4278,19 +4285,17 @@ class AioTest(unittest.TestCase):
                 (b"x" * 200, "x" * 128, 0, 0, b"x" * 128, b"x" * 128),
                 (b"caf\xe9", "café", 0, 0, "café".encode(), "café".encode())):
             with self.subTest(name):
-                aio = ms.Aio(make_core())
-                session = aio_peer(aio, b"13#" + name + b"#a<num>b \xa9#27010#%")
-                self.assertEqual(self.listed(aio, "name", "players", "max_players", "description"),
+                aio = AioWorld()
+                session = aio.peer(b"13#" + name + b"#a<num>b \xa9#27010#%")
+                self.assertEqual(aio.listed("name", "players", "max_players", "description"),
                                  [(*facts, "a#b ©")])
-                self.assertIn(b"#" + text + "#a<num>b ©#".encode(), aio_ask(aio, b"12#%\n"))
-                self.assertIn(b"\0" + binary + "\0a#b ©\0".encode(), aio_ask(aio, b"\x0c"))
+                self.assertIn(b"#" + text + "#a<num>b ©#".encode(), aio.ask(b"12#%\n"))
+                self.assertIn(b"\0" + binary + "\0a#b ©\0".encode(), aio.ask(b"\x0c"))
         feed(session, b"13#K [2/9]#D#27010#%", now=1.0)         # somebody joined
-        self.assertEqual(self.listed(aio, "name", "players"), [("K", 2)])
+        self.assertEqual(aio.listed("name", "players"), [("K", 2)])
 
     def test_addresses(self):
         """(source, what it sends, where it is listed)"""
-        settings = {"server__public_address": "198.51.100.1",
-                    "address_map.192.168.1.5": "198.51.100.2"}
         for source, data, address in (
                 # A public source speaks for itself only
                 ("203.0.113.9", b"13#N#D#198.51.100.66#27010#%", "203.0.113.9"),
@@ -4311,51 +4316,50 @@ class AioTest(unittest.TestCase):
                 ("192.168.1.5", AIO_TEXT, "198.51.100.2"),
                 ("10.1.2.3", b"13#N#D#203.0.113.7#27010#%", "203.0.113.7")):
             with self.subTest(source=source, data=data):
-                aio = ms.Aio(make_core(**settings))
-                aio_peer(aio, data, source)
-                self.assertEqual(self.listed(aio, "address", "port"), [(address, 27010)])
-        self.assertEqual(aio_ask(aio, b"SET_IP#203.0.113.7#%\n"), b"%SUCCESS#SET_IP#%")
+                aio = AioWorld(server__public_address="198.51.100.1",
+                               **{"address_map.192.168.1.5": "198.51.100.2"})
+                aio.peer(data, source)
+                self.assertEqual(aio.listed("address", "port"), [(address, 27010)])
 
     def test_the_newer_connection_has_the_server(self):
         for publish in AIO_TEXT, AIO_BINARY, AIO_FRAMED:
-            aio = ms.Aio(make_core())
-            old = aio_peer(aio, publish)
-            self.assertTrue(old.kept)
-            new = aio_peer(aio, publish)
+            aio = AioWorld()
+            old, new = aio.peer(publish), aio.peer(publish)
             self.assertEqual((old.kept, new.kept), (False, True))
             old.closed(2.0)
-            self.assertEqual(self.listed(aio, "port"), [27010])
+            self.assertEqual(aio.listed("port"), [27010])
             self.assertEqual(len(aio.poller.targets), publish is AIO_FRAMED)
             new.closed(3.0)
-            self.assertEqual((aio.registry.total, aio.owners, aio.poller.targets), (0, {}, {}))
-        aio_peer(aio, b"13#N [1/2]#D#27010#%")
-        aio_peer(aio, AIO_FRAMED)               # the text generation's name is no more
-        self.assertIn(b"%12#N#D#", aio_ask(aio, b"12#%\n"))
-        session = aio_peer(aio, AIO_TEXT)
+            self.assertEqual((aio.registry.total, aio.room.sessions, aio.poller.targets),
+                             (0, {}, {}))
+        aio.peer(b"13#N [1/2]#D#27010#%")
+        aio.peer(AIO_FRAMED)                    # the text generation's name is no more
+        self.assertIn(b"%12#N#D#", aio.ask(b"12#%\n"))
+        session = aio.peer(AIO_TEXT)
         feed(session, b"13#M#D#27011#%")                        # it has another port now
-        self.assertEqual(self.listed(aio, "name", "port"), [("M", 27011)])
+        self.assertEqual(aio.listed("name", "port"), [("M", 27011)])
 
     def test_restored_servers(self):
         """They leave unless they publish again; framed ones do not send the name they had."""
         for publish, name in ((AIO_FRAMED, "My server"), (AIO_TEXT, "N")):
-            aio = ms.Aio(make_core())
+            aio = AioWorld()
             for port in 27010, 27011:
                 server = ms.Server("aio", "203.0.113.9", port, "203.0.113.9", 0.0, 60.0,
                                    "My server")
                 server.confirmed = False
                 aio.registry.insert(server)
-            self.assertEqual(aio_ask(aio, b"12#%\n").count(b"#My server#"), 2)
-            aio_peer(aio, publish, now=1.0)
+                aio.room.resume(server)
+            self.assertEqual(aio.ask(b"12#%\n").count(b"#My server#"), 2)
+            aio.peer(publish, now=1.0)
             aio.registry.expire(1000.0)
-            self.assertEqual(self.listed(aio, "name", "confirmed", "verified"),
+            self.assertEqual(aio.listed("name", "confirmed", "verified"),
                              [(name, True, "connection")])
 
     def test_refusals(self):
         """(source, what it sends, the answer, what /check says of which port)"""
-        aio = ms.Aio(make_core(**{
-            "bans.203.0.113.0/24": "fake players", "server__refuse_names": "casino",
-            "limits__servers_per_source": "1"}))
-        self.addCleanup(aio_peer(aio, AIO_TEXT, "198.51.100.9").closed, 0.0)
+        aio = AioWorld(server__refuse_names="casino", limits__servers_per_source="1",
+                       **{"bans.203.0.113.0/24": "fake players"})
+        session = aio.peer(AIO_TEXT, "198.51.100.9")
         for source, data, answer, outcome, port in (
                 ("203.0.113.9", AIO_FRAMED, hexa("10000000 06 03 0c00") + b"fake players",
                  "banned", 27010),
@@ -4364,47 +4368,39 @@ class AioTest(unittest.TestCase):
                 ("198.51.100.9", b"13#N#D#27011#%", b"", "limit", 27011),
                 ("198.51.100.8", b"13#N#D#99999#%", b"", "bad packet", 99999),
                 ("198.51.100.8", b"\x0dN\0D\0\0\0\0\0\0", b"", "bad packet", 0x204080)):
-            with self.subTest(data):
-                session = aio.session(source, 0.0)
-                self.assertEqual(feed(session, data), answer)
-                self.assertEqual(aio.registry.outcome(source, "aio", port).outcome, outcome)
-                self.assertFalse(session.kept)
-        self.assertEqual(self.listed(aio, "source", "port"), [("198.51.100.9", 27010)])
-        self.assertEqual(aio.registry.outcome("198.51.100.9", "aio", 27010).outcome, "listed")
-        aio = ms.Aio(make_core(server__refuse_names="evil"))    # the one that is listed stays
-        aio_peer(aio, b"13#Good#d#1000#%13#evil#d#1000#%")
-        self.assertEqual(self.listed(aio, "name"), ["Good"])
+            refused = aio.room.session(source, 0.0)
+            self.assertEqual(feed(refused, data), answer)
+            self.assertEqual((aio.outcome(source, port)[0], refused.kept), (outcome, False), data)
+        feed(session, b"13#Casino#D#27010#%")       # the one that is listed stays as it is
+        self.assertEqual(aio.listed("source", "name"), [("198.51.100.9", "N")])
+        self.assertEqual(aio.outcome("198.51.100.9")[0], "name")
 
     def test_how_long_a_connection_lasts(self):
-        """(what it sends at 0, when it is still there, when it is not)"""
+        """(what it sends at 0, what at 100 and 200, when it is still there, when it is not)"""
         text_keepalive = AIO_TEXT + b"KEEPALIVE#%\n"
-        for data, there, gone in (
-                (b"", 329, 330), (b"13#NAME#", 329, 330), (b"12#%\n", 329, 330),
-                (AIO_KEEPALIVE, 329, 330),                      # it comes again after 270 s
-                (text_keepalive, 119, 120), (AIO_FRAMED + AIO_KEEPALIVE, 119, 120),
-                (AIO_TEXT, 86400, None), (AIO_BINARY, 86400, None)):
-            with self.subTest(data):
-                aio = ms.Aio(make_core())
-                session = aio_peer(aio, data)
-                listed = aio.registry.total
+        for data, more, there, gone in (
+                (b"", b"", 329, 330), (b"13#NAME#", b"", 329, 330), (b"12#%\n", b"", 329, 330),
+                (b"12#%\n", b"12#%\n", 529, 531),
+                (AIO_KEEPALIVE, b"", 329, 330),             # it comes again after 270 s
+                (text_keepalive, b"", 119, 120), (AIO_FRAMED + AIO_KEEPALIVE, b"", 119, 120),
+                (text_keepalive, b"KEEPALIVE#%\n", 319, 320),
+                (text_keepalive, b"NEWS#%\n", 119, 120),    # only keepalives keep it
+                (AIO_TEXT, b"", 86400, None), (AIO_BINARY, b"", 86400, None)):
+            with self.subTest(data, more=more):
+                aio = AioWorld()
+                session = aio.peer(data)
+                for now in (100.0, 200.0):
+                    if more and now < there:
+                        feed(session, more, now=now)
+                        session.tick(now + 0.2)
                 session.tick(there)
                 self.assertFalse(session.done)
-                self.assertEqual(self.listed(aio, "last_seen"), [there] * listed)
+                self.assertEqual(aio.listed("last_seen"), [there] * aio.registry.total)
                 if gone:
                     session.tick(gone)
                     self.assertTrue(session.done)
                 session.closed(gone or there)
                 self.assertEqual(aio.registry.total, 0)
-        for more, lives in (b"KEEPALIVE#%\n", True), (b"NEWS#%\n", False):
-            session = aio_peer(ms.Aio(make_core()), text_keepalive)
-            for now in (100.0, 200.0):
-                session.tick(now)
-                feed(session, more, now=now)
-            self.assertEqual(not session.done, lives, more)     # only keepalives keep it
-        session = aio_peer(ms.Aio(make_core()), b"12#%\n")
-        feed(session, b"12#%\n", now=200.0)
-        session.tick(529.0)
-        self.assertFalse(session.done)
 
     def test_malformed_messages(self):
         bomb = zlib.compress(bytes(100 << 20), 9)
@@ -4417,100 +4413,92 @@ class AioTest(unittest.TestCase):
                 b"13#N#D#270100#%", hexa("02000000 03 82"), http + AIO_TEXT,
                 hexa("01000002 04"), hexa("08000001 789c636060600000"),
                 hexa("05000001 0000000000"), hexa("01000000 04 401f0001") + bomb[:8000]):
-            aio = aio_ready()
-            session = aio.session("203.0.113.9", 0.0)
+            session = document_world().room.session("203.0.113.9", 0.0)
             with self.subTest(data[:20]):
                 tracemalloc.start()
                 self.assertRaises(ms.Malformed, feed, session, data, 4096)
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
-                self.assertEqual(aio.registry.total, 2)
-                note = aio.registry.outcome("203.0.113.9", "aio", 0)
-                self.assertEqual(note.outcome, "bad packet")
+                self.assertEqual((session.registry.total, session.game), (2, "aio"))
         # What came before it is answered; then the connection ends, and its server leaves
-        session = aio.session("203.0.113.9", 0.0)
+        session = document_world().room.session("203.0.113.9", 0.0)
         self.assertEqual(session.receive(AIO_TEXT + b"13#%KEEPALIVE#%", 0.0), b"%SUCCESS#13#%")
         self.assertRaises(ms.Malformed, session.receive, b"", 0.0)
         session.closed(0.0)
-        self.assertEqual(aio.registry.total, 2)
+        self.assertEqual(session.registry.total, 2)
 
     def test_limits(self):
         """(what it sends again and again, how often it may)"""
-        settings = {"limits__requests": "1/3", "limits__datagrams": "1/5"}
         for data, most, words in (
                 (b"\x0c", 3, "requests"), (b"12#%\n", 3, "requests"),
                 (hexa("01000000 02"), 3, "requests"), (b"NEWS#%", 5, "messages"),
                 (b"HI#%", 5, "messages"), (AIO_TEXT, 5, "messages"), (AIO_BINARY, 5, "messages"),
                 (AIO_FRAMED, 5, "messages")):
             with self.subTest(data):
-                aio = aio_ready(**settings)
-                session = aio_peer(aio, data * most)
+                aio = AioWorld(limits__requests="1/3", limits__datagrams="1/5")
+                session = aio.peer(data * most)
                 self.assertRaisesRegex(ms.Malformed, "too many " + words, feed, session, data)
-                aio_peer(aio, data * 100, "127.0.0.1")                      # it is exempt
+                aio.peer(data * 100, "127.0.0.1")                       # it is exempt
 
     def test_query(self):
-        core = make_core(**{"address_map.192.168.1.5": "198.51.100.2"})
-        aio, peer = ms.Aio(core), ("192.168.1.5", 27010)
-        session = aio_peer(aio, AIO_FRAMED, peer[0])
-        good = zlib.compress(AIO_ANSWER)
-        self.assertEqual(self.listed(aio, "name", "verified"),
-                         [("198.51.100.2:27010", "connection")])
-        self.assertRaises(ms.Malformed, core.poller.datagram, good, peer, 0.5)      # unasked
+        aio = AioWorld(**{"address_map.192.168.1.5": "198.51.100.2"})
+        peer = "192.168.1.5", 27010
+        session = aio.peer(AIO_FRAMED, peer[0])
+        self.assertEqual(aio.listed("name"), ["198.51.100.2:27010"])
+        self.assertRaises(ms.Malformed, aio.poller.datagram, aio.answer, peer, 0.5)     # unasked
         # To the source: what the lists show may lead elsewhere from behind the router
-        self.assertEqual(core.poller.tick(1.0), [(b"\0", peer)])
-        for bad in (b"", b"\0", b"x" * 50, zlib.compress(b"\1" + AIO_ANSWER[1:]), good[:-1],
-                    zlib.compress(AIO_ANSWER[:-1]), zlib.compress(b"\0\xff\xff"),
-                    zlib.compress(bytes(100 << 20), 9)):
+        self.assertEqual(aio.poller.tick(1.0), [(aio.question, peer)])
+        for bad in aio.wrong_answers:
             tracemalloc.start()
-            self.assertRaises(ms.Malformed, core.poller.datagram, bad, peer, 1.0)
+            self.assertRaises(ms.Malformed, aio.poller.datagram, bad, peer, 1.0)
             self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
             tracemalloc.stop()
-        self.assertRaises(ms.Malformed, core.poller.datagram, good, ("192.168.1.6", 27010), 1.04)
-        self.assertEqual(core.poller.datagram(good, peer, 1.04), [])
-        facts = ("name", "description", "players", "max_players", "version", "ping_ms")
-        self.assertEqual(self.listed(aio, *facts), [("My server", "Fun!", 3, 16, "7", 40)])
-        self.assertIn(b"#My server#Fun!#198.51.100.2#27010#", aio_ask(aio, b"12#%\n"))
+        other = "192.168.1.6", 27010
+        self.assertRaises(ms.Malformed, aio.poller.datagram, aio.answer, other, 1.04)
+        self.assertEqual(aio.poller.datagram(aio.answer, peer, 1.04), [])
+        listed = [(*aio.answered.values(), 40, "connection")]
+        self.assertEqual(aio.listed(*aio.answered, "ping_ms", "verified"), listed)
+        self.assertIn(b"#My server#Fun!#198.51.100.2#27010#", aio.ask(b"12#%\n"))
         for now in range(30, 600):              # silent from now on; its connection is there
-            core.poller.tick(float(now))
-        self.assertEqual(self.listed(aio, *facts), [("My server", "Fun!", 3, 16, "7", 40)])
-        self.assertEqual(len(core.poller.targets), 1)
-        self.assertEqual(core.registry.outcome(peer[0], "aio", 27010)[1:],
-                         ("silent", "no answer from UDP port 27010"))
+            aio.poller.tick(float(now))
+        self.assertEqual(aio.listed(*aio.answered, "ping_ms", "verified"), listed)
+        self.assertEqual((len(aio.poller.targets), aio.outcome(peer[0])),
+                         (1, ("silent", "no answer from UDP port 27010")))
         session.closed(600.0)
-        self.assertEqual((core.registry.total, core.poller.targets), (0, {}))
+        self.assertEqual((aio.registry.total, aio.poller.targets), (0, {}))
 
     def test_names_in_answers(self):
         """(name and description in the answer, as they are listed)"""
-        place = "203.0.113.9:27010"
-        for name, description, listed in (
-                (b"", b"", (place, "")), (b"EVIL", b"d", (place, "")),
-                (b"n" * 600, b"\xe9" * 600, ("n" * 128, "é" * 512))):
-            core = make_core(server__refuse_names="(?i)evil")
-            aio = ms.Aio(core)
-            aio_peer(aio, AIO_FRAMED)
-            core.poller.tick(1.0)
+        for source, name, description, listed in (
+                ("203.0.113.9", b"", b"", ("203.0.113.9:27010", "", 65535)),
+                ("127.0.0.1", b"", b"", ("203.0.113.7:27010", "", 65535)),      # as it claims
+                ("203.0.113.9", b"EVIL", b"d", ("203.0.113.9:27010", "", 0)),
+                ("203.0.113.9", b"n" * 600, b"\xe9" * 600, ("n" * 128, "é" * 512, 65535))):
+            aio = AioWorld(server__refuse_names="(?i)evil")
+            session = aio.peer(AIO_FRAMED, source)
+            session.claim_address(b"203.0.113.7")
+            feed(session, AIO_FRAMED)
+            aio.poller.tick(1.0)
             packet = zlib.compress(b"\0" + struct.pack("<H", len(name)) + name + struct.pack(
                 "<H", len(description)) + description + struct.pack("<IIH", 1 << 31, 70000, 7))
             with contextlib.suppress(ms.Malformed):
-                core.poller.datagram(packet, ("203.0.113.9", 27010), 1.0)
-            self.assertEqual(self.listed(aio, "name", "description"), [listed])
-            self.assertEqual(self.listed(aio, "players"), [0 if name == b"EVIL" else 65535])
+                aio.poller.datagram(packet, (source, 27010), 1.0)
+            self.assertEqual(aio.listed("name", "description", "players"), [listed])
 
     def test_news(self):
         """(file, setting, as text, framed)"""
-        aio = ms.Aio(make_core())
+        aio = AioWorld()
         for file, setting, text, framed in (
                 ("", "", "", ""), ("", "old", "old", "old"),
                 ("\n one \n two % # \n", "old", "one \n two <percent> <num>", "one \n two % #"),
                 ("€" * 40000, "", "€" * 16000, "€" * 16000)):
             settings = settings_of({"aio__news": setting})
             settings.texts["aio.news_file"] = file
-            aio.read(settings)
-            self.assertEqual(aio_ask(aio, b"NEWS#%"), b"%NEWS#" + text.encode() + b"#%")
-            payload, rest = ms.aio_unframe(aio_ask(aio, hexa("01000000 01")), 1 << 16)
+            aio.room.read(settings)
+            self.assertEqual(aio.ask(b"NEWS#%"), b"%NEWS#" + text.encode() + b"#%")
             words = framed.encode()
-            self.assertEqual(payload, b"\1" + struct.pack("<H", len(words)) + words)
-            self.assertEqual(rest, b"")
+            self.assertEqual(ms.aio_payload(aio.ask(hexa("01000000 01")), 1 << 16),
+                             b"\1" + struct.pack("<H", len(words)) + words)
 
     def test_servers_that_are_listed_again(self):
         """At the next keepalive or publish, once its address or a ban has changed, or the newer
@@ -4519,43 +4507,160 @@ class AioTest(unittest.TestCase):
                             (hexa("03000000 03 0200"), AIO_KEEPALIVE),
                             (b"13#K [3/9]#D#2#%\n", b"13#K [3/9]#D#2#%\n")):
             with self.subTest(again):
-                core = make_core()
-                aio = ms.Aio(core)
-                session = aio_peer(aio, data, "127.0.0.1")
-                framed = session.dialect is ms.answer_aio_framed
+                aio = AioWorld()
+                session = aio.peer(data, "127.0.0.1")
+                is_framed = session.dialect is ms.AIO_FRAMED
                 steps = (({"server__public_address": "203.0.113.5"}, "203.0.113.5"),
                          ({"bans.127.0.0.1": "test"}, None), ({}, "127.0.0.1"))
                 for now, (settings, address) in enumerate(steps, 1):
-                    reload(core, aio, **settings)
-                    self.assertEqual((core.registry.total, session.kept), (0, False))
-                    self.assertEqual(core.poller.targets, {})
+                    reload(aio.core, aio.room, **settings)
+                    session.tick(float(now))
+                    self.assertEqual((aio.registry.total, session.kept, aio.poller.targets),
+                                     (0, False, {}))
                     feed(session, again, now=float(now))
-                    places = [(address, 2)] if address else []
-                    self.assertEqual(self.listed(aio, "address", "port"), places)
+                    self.assertEqual(aio.listed("address", "port"), [(address, 2)] * bool(address))
                     self.assertEqual(session.kept, bool(address))
-                    self.assertEqual(len(core.poller.targets), framed and bool(address))
-        aio = ms.Aio(make_core())
-        first, second = (aio_peer(aio, b"13#J#D#1#%13#K#D#2#%\n") for _ in range(2))
+                    self.assertEqual(len(aio.poller.targets), is_framed and bool(address))
+        aio = AioWorld()
+        first, second = (aio.peer(b"13#J#D#1#%13#K#D#2#%\n") for _ in range(2))
         feed(first, b"KEEPALIVE#%\n", now=1.0)              # that takes nothing from the newer one
         self.assertEqual((first.kept, second.kept), (False, True))
         second.closed(2.0)
         feed(first, b"KEEPALIVE#%\n", now=3.0)
-        self.assertEqual((first.kept, self.listed(aio, "name")), (True, ["K"]))
+        self.assertEqual((first.kept, aio.listed("name")), (True, ["K"]))
 
     def test_servers_leave_connections_to_others(self):
         """Half of all connections; a listed server never has to make room for a new one."""
-        aio = ms.Aio(make_core(limits__connections_total="8"))
-        sessions = []
-        for number in range(6):
-            session = aio.session("198.51.100.%d" % number, 0.0)
-            sessions.append((session, feed(session, hexa("03000000 03 8269"))))
-        refused = [answer[4:6] == hexa("0603") for _, answer in sessions]
+        aio = AioWorld(limits__connections_total="8")
+        sessions = [aio.room.session("198.51.100.%d" % number, 0.0) for number in range(6)]
+        refused = [feed(session, AIO_FRAMED)[4:6] == hexa("0603") for session in sessions]
         self.assertEqual((refused, aio.registry.total), ([False] * 4 + [True] * 2, 4))
-        self.assertEqual(aio.registry.outcome("198.51.100.5", "aio", 27010)[1:], (
+        self.assertEqual(aio.outcome("198.51.100.5"), (
             "limit", "this master keeps connections to at most 4 servers"))
-        self.assertEqual(feed(sessions[0][0], hexa("03000000 03 8269")), hexa("02000000 0503"))
-        sessions[0][0].closed(1.0)
-        self.assertEqual(feed(sessions[5][0], hexa("03000000 03 8269")), hexa("02000000 0503"))
+        self.assertEqual(feed(sessions[0], AIO_FRAMED), AIO_DONE)
+        sessions[0].closed(1.0)
+        self.assertEqual(feed(sessions[5], AIO_FRAMED), AIO_DONE)
+
+
+class AioTools(unittest.TestCase):
+    """What `announce` and `list` say to a master; its words come byte by byte."""
+
+    COURT = ms.Server("aio", "", 27010, "", 0.0, math.inf, name="court", description="d",
+                      players=3, max_players=16)
+
+    @staticmethod
+    def steps(conversation, data):
+        """What a conversation sends in answer to these bytes."""
+        return [conversation.send(data[at:at + 1]) for at in range(len(data))]
+
+    @staticmethod
+    def room(dialect):
+        room = ms.Aio()
+        room.dialect = dialect
+        return room
+
+    def test_publications(self):
+        for dialect, fields, packet in (
+                ("text", {"name": "best AIO server", "description": "no #1 content"},
+                 b"13#best AIO server#no <num>1 content#27010#%\n"),
+                ("text", {"name": "court", "max_players": 16}, b"13#court [0/16]##27010#%\n"),
+                ("text", {"name": "%50%", "description": "#"}, b"13#50%#<num>#27010#%\n"),
+                ("framed", {"name": "court"}, AIO_FRAMED)):
+            server = ms.Server("aio", "", 27010, "", 0.0, math.inf, **fields)
+            self.assertEqual(next(self.room(dialect).announce(server)).data, packet)
+        for fields, dialect in (({"name": "court"}, "text"), ({}, "framed")):
+            self.assertEqual(ms.Aio().default_dialect(fields), dialect)
+
+    def test_announced_with_each_keepalive(self):
+        """A text master has no word for a refusal, which may end. One that is silent has gone."""
+        for dialect, published, confirmation, alive, answer in (
+                ("text", b"13#court [3/16]#d#27010#%\n", AIO_GREETING + b"%SUCCESS#13#%",
+                 b"KEEPALIVE#%\n", b"%SUCCESS#KEEPALIVE#%"),
+                ("framed", AIO_FRAMED, AIO_GREETING + AIO_DONE, AIO_KEEPALIVE,
+                 hexa("02000000 05 04"))):
+            conversation = self.room(dialect).announce(self.COURT)
+            self.assertEqual(next(conversation), ms.Send(published, 30.0))
+            for words in confirmation, answer, answer + answer, confirmation:
+                is_confirmation = words is confirmation
+                said = [step for step in self.steps(conversation, words) if step != ms.Send()]
+                self.assertEqual(
+                    said, [ms.Send(state="announced", accepted=True)] * is_confirmation)
+                step = conversation.send(None)
+                self.assertEqual((step.data, step.wait_s), (alive + published, 30.0))
+                self.assertEqual("does not confirm" in step.state, not is_confirmation)
+            self.assertRaisesRegex(ConnectionError, "fallen silent", conversation.send, None)
+            conversation = self.room(dialect).announce(self.COURT)
+            next(conversation)
+            self.assertRaisesRegex(ConnectionError, "closed", conversation.send, b"")
+
+    def test_refused_in_frames(self):
+        for payload, reason in ((b"\6\3\6\0banned", "refused: banned"), (b"\6\3\0\0", "refused: ")):
+            packed = zlib.compress(payload)
+            for data in (ms.aio_frame(payload), bytes([len(packed), 0, 0, 1]) + packed):
+                conversation = self.room("framed").announce(self.COURT)
+                next(conversation)
+                self.assertRaisesRegex(ms.MasterRefused, "^%s$" % reason, self.steps, conversation,
+                                       AIO_GREETING + data)
+        for data in b"HTTP/1.1 400 Bad Request\r\n", hexa("05000001 0000000000"):
+            conversation = self.room("framed").announce(self.COURT)
+            next(conversation)
+            self.assertRaises(ms.Malformed, self.steps, conversation, data)
+
+    def test_queries_on_the_game_port(self):
+        for version, number in (("7", "0700"), ("\u00b2", "0000"), ("70000", "ffff")):
+            server = ms.Server("aio", "", 27010, "", 0.0, 9.0, "né", version=version, players=3,
+                               max_players=16, description="d")
+            answer = self.room("framed").answer(server, b"\0")
+            self.assertEqual(zlib.decompress(answer), hexa(
+                "00 0300 6ec3a9 0100 64 03000000 10000000" + number))
+            self.assertEqual(ms.Aio().read_answer(None, answer)["name"], "né")
+        for query in (b"", b"\1", b"\0\0"):
+            self.assertRaises(ms.Malformed, self.room("framed").answer, server, query)
+        self.assertIsNone(self.room("text").answer)         # nobody asks
+
+    def fetch(self, dialect, data):
+        conversation = self.room(dialect).fetch()
+        question = next(conversation).data
+        self.assertEqual(question, {"text": b"12#%\n", "framed": hexa("01000000 02")}[dialect])
+        try:
+            self.steps(conversation, data)
+            conversation.send(b"")
+        except StopIteration as stop:
+            return stop.value
+
+    def test_fetched_lists(self):
+        court = {"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010}
+        other = {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}
+        text = b"A<num>1#50<percent> off#203.0.113.9#27010#"
+        packed = zlib.compress(hexa("02 0200 0b") + b"203.0.113.9" + hexa("8269 0b")
+                               + b"203.0.113.8" + hexa("8369"))
+        for dialect, data, servers in (
+                ("text", b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
+                ("text", b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
+                ("text", b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%",
+                 []),
+                ("text", b"12#%", []),
+                ("framed", len(packed).to_bytes(3, "little") + b"\1" + packed,
+                 [{"address": "203.0.113.9", "port": 27010},
+                  {"address": "203.0.113.8", "port": 27011}]),
+                ("framed", AIO_FRAMED_LIST, [{"address": "190.123.69.69", "port": 27010},
+                                             {"address": "37.192.51.67", "port": 27010}])):
+            self.assertEqual(self.fetch(dialect, AIO_GREETING + data), servers)
+
+    def test_fetched_lists_that_cannot_be_read(self):
+        for dialect, data in (
+                ("text", b""), *(("text", b"12#Court#D#203.0.113.9#%s#%%" % port)
+                                 for port in (b"port", b"", b"-1", b"70000", b"123456")),
+                ("text", b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"),
+                ("framed", b""), ("framed", AIO_GREETING), ("framed", hexa("00000000")),
+                ("framed", hexa("0a000000 020100 05") + b"1.2.3\1"),
+                ("framed", hexa("0c000000 020100") + hexa("000500") * 3)):
+            with mock.patch.object(ms, "LIST_SERVERS", 2):
+                self.assertRaises(ms.Malformed, self.fetch, dialect, AIO_GREETING + data)
+        conversation = self.room("framed").fetch()
+        next(conversation)
+        conversation.send(AIO_GREETING)
+        self.assertRaises(TimeoutError, conversation.send, None)
 
 
 class AioScenario(unittest.TestCase):
@@ -4564,7 +4669,7 @@ class AioScenario(unittest.TestCase):
     # Whoever has said nothing for 1.2 s is greeted by this, and its number: also on a busy machine
     GREETING = rb"%1#\d+#%"
 
-    def connect(self, greeting=hexa("01 00000000")):
+    def connect(self, greeting=AIO_GREETING):
         sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), SOON_S)
         self.addCleanup(sock.close)
         self.take(sock, greeting)
@@ -4597,7 +4702,7 @@ class AioScenario(unittest.TestCase):
                 file.write("Party at #9")
             self.server = stack.enter_context(RunningServer(
                 "-v", start=HURRIED, aio__port="0", aio__news_file=news))
-            text = self.connect(hexa("01 00000000") + b"%1#0#%")
+            text = self.connect(AIO_GREETING + b"%1#0#%")
             text.sendall(b"13#Text [1/8]#D#1001#%\n")
             self.take(text, b"%SUCCESS#13#%")
             binary, framed = self.connect(), self.connect()
@@ -4621,7 +4726,6 @@ class AioScenario(unittest.TestCase):
                 eventually(lambda part=part: part not in self.ask(b"12#%\n"))
             self.assertIn(b"#127.0.0.1#27010#", self.ask(b"12#%"))          # the placeholder
         self.assertRegex(self.server.log, "aio malformed: the first byte, 80, is of no dialect")
-
 
 
 # --- Quake III -----------------------------------------------------------------------------------
@@ -13456,75 +13560,6 @@ class SubSpaceAnnouncing(unittest.TestCase):
             self.assertEqual(self.announcer.answer(hexa(question)), hexa(answer), question)
         for size in (0, 1, 3, 5, 7, 9, 100):
             self.assertRaises(ms.Malformed, self.announcer.answer, bytes(size))
-
-
-@mock.patch.object(ms, "log", mock.Mock())
-class AioAnnouncing(unittest.TestCase):
-
-    def court(self, framed=False, **fields):
-        kind = ms.FramedAioAnnouncer if framed else ms.AioAnnouncer
-        return announcer_of(kind, "aio", 27010, **fields)
-
-    def say(self, announcer, data):
-        """The master, byte by byte."""
-        for byte in data:
-            self.assertEqual(announcer.receive(bytes([byte]), 0.0), b"")
-
-    def test_the_publication(self):
-        for framed, fields, packet in (
-                (False, {"name": "best AIO server", "description": "no #1 content"},
-                 b"13#best AIO server#no <num>1 content#27010#%\n"),
-                (False, {"name": "court", "max_players": 16}, b"13#court [0/16]##27010#%\n"),
-                (False, {"name": "%50%", "description": "#"}, b"13#50%#<num>#27010#%\n"),
-                (True, {"name": "court"}, hexa("03000000 03 8269"))):
-            self.assertEqual(self.court(framed, **fields).opened(0.0), packet)
-
-    def test_keepalives(self):
-        """The server is published with each, as a text master has no word for a refusal, which
-        may end. Who has fallen silent has gone."""
-        for framed, confirmation, alive, answer in (
-                (False, b"\1\0\0\0\0%SUCCESS#13#%", b"KEEPALIVE#%\n", b"%SUCCESS#KEEPALIVE#%"),
-                (True, hexa("01000000 00 02000000 05 03"), hexa("01000000 04"),
-                 hexa("02000000 05 04"))):
-            announcer = self.court(framed, name="court")
-            published = announcer.opened(0.0)
-            for now, said, state in ((30.0, confirmation, "announced"),
-                                     (60.0, answer, "the master does not confirm it"),
-                                     (90.0, answer, "the master does not confirm it"),
-                                     (120.0, confirmation, "announced")):
-                self.say(announcer, said)
-                self.assertEqual(announcer.due, now)
-                self.assertEqual(announcer.announce(now), alive + published)
-                self.assertIn(state, announcer.state)
-            self.assertTrue(announcer.was_accepted)
-            self.assertLess(len(announcer.buffer), 20)          # nothing is kept for ever
-            self.assertRaisesRegex(ConnectionError, "fallen silent", announcer.announce, 150.0)
-
-    def test_a_framed_refusal(self):
-        announcer = self.court(True)
-        for payload, words in ((b"\6\3\6\0banned", "refused: banned"), (b"\6\3\0\0", "refused: ")):
-            packed = zlib.compress(payload)
-            for data in (ms.aio_frame(payload), bytes([len(packed), 0, 0, 1]) + packed):
-                announcer.opened(0.0)
-                self.say(announcer, data[:-1])
-                with self.assertRaisesRegex(ms.MasterRefused, "^%s$" % words):
-                    announcer.receive(data[-1:], 60.0)
-        # Of the former connection nothing is left
-        announcer.receive(b"\1", 70.0)
-        announcer.opened(71.0)
-        self.say(announcer, hexa("02000000 05 03"))
-        self.assertEqual(announcer.state, "announced")
-        with self.assertRaises(ms.Malformed):
-            announcer.receive(b"HTTP/1.1 400 Bad Request\r\n", 72.0)
-
-    def test_queries_on_the_game_port(self):
-        announcer = self.court(True, name="né", description="d", players=3, max_players=16)
-        for version, number in (("7", "0700"), ("\u00b2", "0000"), ("70000", "ffff")):
-            announcer.server.version = version
-            self.assertEqual(zlib.decompress(announcer.answer(b"\0")), hexa(
-                "00 0300 6ec3a9 0100 64 03000000 10000000" + number))
-        for query in (b"", b"\1", b"\0\0"):
-            self.assertRaises(ms.Malformed, announcer.answer, query)
 
 
 @mock.patch.object(ms, "log", mock.Mock())
