@@ -6378,7 +6378,7 @@ class FoundAio(FoundWorld):
         return zlib.compress(AIO_ANSWER)
 
     def announce(self):
-        aio_peer(self.protocol, AIO_FRAMED, self.source, self.now)
+        feed(self.protocol.session(self.source, self.now), AIO_FRAMED, now=self.now)
 
 
 class FoundLuanti(FoundWorld):
@@ -6405,8 +6405,6 @@ class FoundServersTest(unittest.TestCase):
         for make in self.worlds:
             world = make()
             with self.subTest(make.__name__):
-                self.assertEqual(set(ms.UPSTREAM_GAMES), {one().protocol.game
-                                                          for one in self.worlds})
                 self.assertIsNotNone(world.find())
                 world.run(20, answers=False)
                 self.assertEqual((world.servers(), world.poller.targets), ([], {}))
@@ -6432,11 +6430,11 @@ class FoundServersTest(unittest.TestCase):
                 world.run(40)
                 (_, _, found_at, _), = world.servers()
                 target, = world.poller.targets.values()
-                self.assertEqual((found_at, target.found), ("", None))
+                self.assertEqual((found_at, target.why), ("", ms.ANNOUNCED))
                 self.assertIsNone(world.find())
                 world.run(40)
                 (_, _, found_at, _), = world.servers()
-                self.assertEqual((found_at, dict(world.poller.found_sources)), ("", {}))
+                self.assertEqual((found_at, world.registry.found.counts), ("", {}))
 
     def test_later_texts_of_the_other_list(self):
         for make in FoundZone, FoundLuanti:
@@ -6480,8 +6478,9 @@ class FoundServersTest(unittest.TestCase):
             before.run(3)
             server, = before.registry.servers()
             row = ms.encoded_row(ms.server_record(server, 0.0))
-            restored = ms.restored_server(row, 0.0, before.now, ms.STORED_READERS)
+            restored = ms.restored_server(row, 0.0, before.now, ms.ROOMS)
             after.registry.insert(restored)
+            after.protocol.resume(restored)
             shown = after.servers()
             after.run(60)
             with self.subTest(make.__name__):
@@ -6494,7 +6493,7 @@ class FoundServersTest(unittest.TestCase):
         world = FoundAio()
         world.find()
         world.run(3)
-        aio_peer(world.protocol, AIO_TEXT, world.source)
+        feed(world.protocol.session(world.source, world.now), AIO_TEXT)
         self.assertEqual((world.servers()[0][:3], world.poller.targets),
                          (("N", "connection", ""), {}))
 
