@@ -6942,8 +6942,6 @@ def aio_published_name(server):
     return server.private.get("aio_published_name") or server.name
 
 
-# Pieces of messages
-
 def aio_escape(text):
     """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
     return text.replace("#", "<num>").replace("%", "<percent>")
@@ -7039,9 +7037,6 @@ def aio_payload(frame, most_bytes):
     return payload
 
 
-# The dialects
-
-
 class AioText:
     r"""The text dialect, which clients and servers of 2018 to 2022 speak.
 
@@ -7131,9 +7126,9 @@ class AioText:
         content = self.list_in(data)
         if content is None:
             raise Malformed("no list came before the end")
-        fields = content.split(b"#")
-        if len(fields) > 4 * LIST_SERVERS:
+        if content.count(b"#") >= 4 * LIST_SERVERS:
             raise Malformed("more than %d servers" % LIST_SERVERS)
+        fields = content.split(b"#")
         servers = []
         for start in range(0, len(fields) - 3, 4):
             name, description, address, port = map(aio_unescape, fields[start:start + 4])
@@ -7456,9 +7451,11 @@ class AioSession(MessageSession):
             _, address, _ = key
             name = listed.name if listed else endpoint_text(address, port)
         try:
-            if self.server is None:
-                self.room.check_room()
-            server = self.room.list_own(
+            room = self.room
+            if self.server is None and len(room.sessions) >= room.max_servers:
+                raise Refused("limit", "this master keeps connections to at most %d servers"
+                              % room.max_servers)
+            server = room.list_own(
                 self.address, port, {**fields, "name": name, "verified": "connection"}, now,
                 math.inf, self.claimed_address)
         except Refused as refused:
@@ -7536,12 +7533,6 @@ class Aio(TcpProtocol, PolledGame):
         }
 
     # Connected servers
-
-    def check_room(self):
-        """Raise Refused if listed servers have as many connections as they may have."""
-        if len(self.sessions) >= self.max_servers:
-            raise Refused("limit", "this master keeps connections to at most %d servers"
-                          % self.max_servers)
 
     def take_over(self, server, session):
         """Let this connection, instead of any other, keep the server in the list."""
@@ -7621,16 +7612,18 @@ class Aio(TcpProtocol, PolledGame):
     def default_dialect(self, fields):
         return "text" if fields.get("name") else "framed"
 
+    def spoken(self):
+        return AIO_TEXT if self.dialect == "text" else AIO_FRAMED
+
     def fetch(self):
-        dialect = AIO_TEXT if self.dialect == "text" else AIO_FRAMED
-        return dialect.fetch()
+        return self.spoken().fetch()
 
     def announce(self, server):
         """Keep a server announced over one connection.
 
         In the text dialect a master that refuses a server does not say so. The reason may end
         later, so the server is published again with each keepalive."""
-        dialect = AIO_TEXT if self.dialect == "text" else AIO_FRAMED
+        dialect = self.spoken()
         keepalive, received, state = b"", b"", ""
         while True:
             is_heard = is_confirmed = False
