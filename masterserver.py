@@ -897,45 +897,6 @@ SUBSPACE_SETTINGS = (
 )
 
 
-class GameFilter(NamedTuple):
-    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
-    are in lower case."""
-
-    named: Tuple[str, ...] = ()         # games without "!" in the setting
-    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
-    lists_named_only: bool = False      # True if the setting begins with a game without "!"
-
-    def accepts(self, game: str) -> bool:
-        if game in self.excluded:
-            return False
-        return not self.lists_named_only or game in self.named
-
-
-def read_game_filter(text):
-    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
-    `!nexuiz`, which accepts all others. An empty text accepts all games."""
-    named = []
-    excluded = []
-    for name in list_reader(str.lower)(text):
-        if name.startswith("!"):
-            excluded.append(name[len("!"):])
-        else:
-            named.append(name)
-    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
-    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
-
-
-QUAKE3_SETTINGS = (
-    Setting("quake3.port", "27950", read_port,
-            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", read_game_filter,
-            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
-            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
-    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-            "Seconds without an answer after which a server is removed, or after missed polls."),
-)
-
 LUANTI_SETTINGS = (
     Setting("luanti.enabled", "yes", read_flag,
             "List the Luanti servers that announce themselves on the ports of [http].",
@@ -1704,14 +1665,14 @@ class Shares:
             if not self.counts[key]:
                 del self.counts[key]
 
-    def full(self, address, limit, amount=1):
+    def full(self, address, limit, amount=1, site_sources=SITE_SOURCES):
         """Return the source or site that cannot take an amount at this address, or "".
 
-        `limit` holds for a source; a site has SITE_SOURCES times as much."""
+        `limit` holds for a source; a site may have `site_sources` times as much."""
         for key in source_keys(address):
             if self.counts.get(key, 0) + amount > limit:
                 return key
-            limit *= SITE_SOURCES
+            limit *= site_sources
         return ""
 
 
@@ -2252,8 +2213,8 @@ class Registry:
     def __init__(self, rules):
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
-        # The titles of games that the program does not know, as their servers give them, and the
-        # source of the server that gave each title. Both are dropped with the game's last server
+        # The titles that servers give their games: their gamenames, and the source of the server
+        # that gave each. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
         # This master's servers by source: those that announced themselves or that the ini names,
@@ -2398,6 +2359,11 @@ class Registry:
         server.official, server.priority = self.rules.operator_marks(endpoint)
         server.country = self.rules.country(server.address, server.port)
         self.games[server.game][endpoint] = server
+        gamename = server.details.get("gamename")
+        if gamename and server.game not in self.titles:
+            # Letters of other scripts may look like those of a well-known title. Ids are ASCII
+            self.titles[server.game] = gamename if gamename.isascii() else server.game
+            self.title_sources[server.game] = server.source
         self.count(server, 1)
         self.total += 1
         self.changed("listed", server)
@@ -2496,12 +2462,6 @@ class Registry:
         for server in list(self.by_fingerprint.values()):
             if not room or server.room == room:
                 self.forget_fingerprints_of(server)
-
-    def set_game_title(self, server, title):
-        """Give the server's game a title, unless an earlier server has given it one."""
-        if server.game not in self.titles:
-            self.titles[server.game] = title
-            self.title_sources[server.game] = server.source
 
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
@@ -4179,6 +4139,10 @@ class Game:
     def knows_players(cls, server):
         """Is the number of players on a listed server known already?"""
         return True
+
+    def mode_text(self, server):
+        """Return the name that players use for a server's mode, such as "tournament"."""
+        return server.mode
 
     # Announcements
 
@@ -7672,21 +7636,15 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these two bytes precedes each address
+# In a list, one of these two bytes precedes each address, and tells its size in bytes
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
+QUAKE3_ADDRESS_BYTES = {QUAKE3_IPV4: 4, QUAKE3_IPV6: 16}
 QUAKE3_END = b"\\EOT\0\0\0"
 # The longest packet of a list, as in dpmaster. Packets of this size need not be fragmented
 QUAKE3_PACKET_BYTES = 1400
-# A pair of an infoResponse with a longer key or value is skipped
-QUAKE3_TEXT_BYTES = 255
-# A challenge is a MAC in base64, with a secret key that changes at each start and reload. The MAC
-# has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat. At 50,000
-# guesses a second it would still take 180 years to guess one
-QUAKE3_MAC_BYTES = 6
-QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
-# A game server has at least this time to answer a getinfo, and at most twice as much
-QUAKE3_CHALLENGE_S = 2.0
+# The longest infoResponse that dpmaster reads. Quake III's and its kin's have at most 1 kB
+QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
@@ -7712,12 +7670,7 @@ QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
-# OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
-QUAKE3_OPENARENA_PROTOCOL = "71"
-# The id of a game in the registry is its gamename in lower case, cut to this length
-QUAKE3_GAME_ID_CHARACTERS = 32
-# The titles of well-known games, by their ids in the registry. Every other game has its gamename as
-# its title
+# The titles of well-known games, by their ids in the registry
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
     "openarena": "OpenArena",
@@ -7734,105 +7687,101 @@ QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games. A machine runs servers of one game, rarely of two
+# One source may bring this many new games, because a machine runs servers of one game, rarely of
+# two. An IPv6 /48 may bring twice as many, because anybody can have one
 QUAKE3_GAMES_PER_SOURCE = 4
-# The limit is not much higher for an IPv6 /48, because anybody can have one
-QUAKE3_GAMES_PER_NETWORK = 8
-# Each answer takes this many tokens of the setting limits.requests. With its default, a source gets
-# 5 answers at once, then 1 a second
-QUAKE3_QUESTION_TOKENS = 10
-# This many answers to different questions are cached. Programs ask a few questions for each game
-QUAKE3_MAX_CACHED_ANSWERS = 256
-# The keys that an infoResponse must have, each with the pattern that the value must match. Only the
-# game type may be missing: it is then taken from QUAKE3_DEFAULTS
-QUAKE3_REQUIRED_VALUES = {
-    "protocol": "0|-?[1-9][0-9]{0,8}",
-    "clients": "-?[0-9]{1,9}",
-    "sv_maxclients": "0*[1-9][0-9]{0,8}",
-    "gametype": r"\S+",
+# The keys of an infoResponse that are used, each with the text that stands for a missing value; a
+# value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
+QUAKE3_DEFAULTS = {
+    b"protocol": "", b"clients": "", b"sv_maxclients": "", b"gametype": "0", b"gamename": None,
+    b"hostname": "", b"mapname": "", b"g_humanplayers": ""}
+QUAKE3_PATTERNS = {
+    b"protocol": re.compile("0|-?[1-9][0-9]{0,8}"),
+    b"clients": re.compile("-?[0-9]{1,9}"),
+    b"sv_maxclients": re.compile("0*[1-9][0-9]{0,8}"),
+    b"gametype": re.compile(r"\S+"),
+    # Nobody could ask for a gamename with a blank, because blanks separate the words of a question
+    b"gamename": re.compile(r"\S+"),
 }
-QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
-class Quake3Info(NamedTuple):
-    """What a game server's infoResponse says about the server."""
+class GameFilter(NamedTuple):
+    """The games of the Quake III family that the setting quake3.games allows in the list. Game ids
+    are in lower case."""
 
-    gamename: Optional[str]             # None if the infoResponse has no such key
-    protocol: str                       # a number
-    gametype: str                       # a number or a name
-    hostname: str                       # the name without its colours
-    mapname: str
-    clients: int                        # all players, bots included
-    max_clients: int
-    human_players: str                  # the number of players without bots; "" if missing
+    named: Tuple[str, ...] = ()         # games without "!" in the setting
+    excluded: Tuple[str, ...] = ()      # games with "!" in the setting
+    lists_named_only: bool = False      # True if the setting begins with a game without "!"
 
 
-def split_quake3_pairs(data):
-    r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
-
-    If a key occurs several times, its last value counts."""
-    # The first piece is the head of the packet. Then keys and values alternate
-    pieces = data.split(b"\\")
-    keys = pieces[1::2]
-    values = pieces[2::2]
-    return dict(zip(keys, values))
-
-
-def parse_quake3_info(pairs):
-    """Return the Quake3Info in these key-value pairs of an infoResponse, a dict of bytes.
-
-    Raise Malformed if one of the QUAKE3_REQUIRED_VALUES is missing or does not match its pattern,
-    or if the gamename is not a single word."""
-    values = decode_quake3_pairs(pairs)
-    for key, pattern in QUAKE3_REQUIRED_VALUES.items():
-        value = values.get(key, "")
-        if not re.fullmatch(pattern, value):
-            raise Malformed("%s: %a" % (key, value))
-    gamename = values.get("gamename")
-    # Players' programs could not ask for a gamename with a blank, because blanks separate the
-    # words of a question
-    if gamename is not None and len(gamename.split()) != 1:
-        raise Malformed("gamename: %a" % gamename)
-    coloured_hostname = values.get("hostname", "")
-    hostname = QUAKE3_COLOUR.sub("", coloured_hostname)
-    return Quake3Info(
-        gamename,
-        protocol=values["protocol"],
-        gametype=values["gametype"],
-        # Without the colours, the name may begin or end with a blank
-        hostname=clean(hostname),
-        mapname=values.get("mapname", ""),
-        clients=int(values["clients"]),
-        max_clients=clamp(int(values["sv_maxclients"])),
-        human_players=values.get("g_humanplayers", ""))
+def read_game_filter(text):
+    """Return the GameFilter for `xonotic, openarena`, which accepts only these two games, or for
+    `!nexuiz`, which accepts all others. An empty text accepts all games."""
+    named = []
+    excluded = []
+    for name in list_reader(str.lower)(text):
+        if name.startswith("!"):
+            excluded.append(name[len("!"):])
+        else:
+            named.append(name)
+    begins_with_game = bool(named) and not text.lstrip(", \n").startswith("!")
+    return GameFilter(tuple(named), tuple(excluded), lists_named_only=begins_with_game)
 
 
-def decode_quake3_pairs(pairs):
-    """Return these key-value pairs, a dict of bytes, as a dict of cleaned strings.
+QUAKE3_SETTINGS = (
+    Setting("quake3.port", "27950", read_port,
+            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+    Setting("quake3.games", "", read_game_filter,
+            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
+    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
+    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
+            "Seconds without an answer after which a server is removed, or after missed polls."),
+)
 
-    A pair is left out if its key or value is longer than QUAKE3_TEXT_BYTES. A missing key that
-    QUAKE3_DEFAULTS contains is added from there."""
-    decoded = dict(QUAKE3_DEFAULTS)
-    for key, value in pairs.items():
-        longest = max(len(key), len(value))
-        if longest <= QUAKE3_TEXT_BYTES:
-            decoded[decode_legacy(key)] = decode_legacy(value)
-    return decoded
+
+def read_quake3_info(data):
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
+
+    The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
+    if a key occurs several times, its last value counts. Raise Malformed if it is none."""
+    if not data.startswith(QUAKE3_INFO):
+        raise Malformed("no infoResponse")
+    if len(data) > QUAKE3_INFO_BYTES:
+        raise Malformed("length: %d bytes" % len(data))
+    _, *pieces = data.split(b"\\")
+    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-def quake3_fields(info, gamename):
-    """Return the contents of a Quake3Info as a dict of attributes of Server.
+# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+@functools.lru_cache(maxsize=4096)
+def quake3_attributes(values, otherwise):
+    """Return the attributes of Server in the values that read_quake3_info() has returned.
 
-    `gamename` is the gamename of the server's game. It is passed separately, because the
-    infoResponse may lack it."""
+    If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
+    Malformed if that is "" too, or if a value is not as QUAKE3_PATTERNS says."""
+    info = {}
+    for (key, default), value in zip(QUAKE3_DEFAULTS.items(), values):
+        is_missing = value is None or len(value) > 255
+        info[key] = default if is_missing else decode_legacy(value)
+    for key, pattern in QUAKE3_PATTERNS.items():
+        if info[key] is not None and not pattern.fullmatch(info[key]):
+            raise Malformed("%s: %a" % (key.decode(), info[key]))
+    protocol = info[b"protocol"]
+    gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
+    if not gamename:
+        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
+                        % protocol)
     return {
-        "name": info.hostname,
-        "map": info.mapname,
-        "mode": info.gametype,
-        "version": info.protocol,
-        "players": info.clients,
-        "max_players": info.max_clients,
-        "details": {"gamename": gamename, "people": info.human_players},
+        # Without its colours, a name may begin or end with a blank
+        "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
+        "map": info[b"mapname"],
+        "mode": info[b"gametype"],
+        "version": protocol,
+        "players": int(info[b"clients"]),               # all players, bots included
+        "max_players": clamp(int(info[b"sv_maxclients"])),
+        "details": {"gamename": gamename, "people": info[b"g_humanplayers"]},
     }
 
 
@@ -7842,19 +7791,10 @@ def quake3_game_id(gamename, protocol=""):
     `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
     because its servers use the gamename of Quake III."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
-    safe_name = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
-    game = safe_name[:QUAKE3_GAME_ID_CHARACTERS]
-    if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
+    game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
+    if game == "quake3arena" and protocol == "71":
         return "openarena"
     return game
-
-
-def quake3_title(game, gamename):
-    """Return the title of a game, given its id in the registry and its gamename."""
-    if game in QUAKE3_TITLES:
-        return QUAKE3_TITLES[game]
-    # Letters of other scripts may look like those of a well-known title. The id has only ASCII
-    return gamename if gamename.isascii() else game
 
 
 class Quake3Question(NamedTuple):
@@ -7870,8 +7810,8 @@ class Quake3Question(NamedTuple):
     wants_ipv6: bool
 
 
-def parse_quake3_question(pieces):
-    """Return the Quake3Question in a packet, given as its words: bytes, split at white space.
+def read_quake3_question(command, words):
+    """Return the Quake3Question in a packet, given as its first word and the others, in bytes.
 
     There are two forms:
 
@@ -7879,67 +7819,38 @@ def parse_quake3_question(pieces):
         getserversExt gamename protocol [filter ...]
 
     Raise Malformed if the packet begins with neither word, or has no protocol number."""
-    # Missing words are read as b"", which is neither a command nor a number nor a filter
-    words = list(pieces) + [b"", b"", b""]
-    command, first_argument, *arguments = words
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
-    is_without_gamename = not is_extended and QUAKE3_NUMBER.fullmatch(first_argument)
-    if is_without_gamename:
-        gamename = b""
-        protocol = first_argument
-        filters = arguments
-    else:
-        gamename = first_argument
-        protocol, *filters = arguments
+    gamename = b""
+    if words and (is_extended or not QUAKE3_NUMBER.fullmatch(words[0])):
+        gamename, *words = words
+    protocol, *filters = words or [b""]
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
-    wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
-    return Quake3Question(
-        is_extended,
-        decode_legacy(gamename),
-        protocol.decode(),
-        quake3_gametype(filters),
-        wants_empty=b"empty" in filters,
-        wants_full=b"full" in filters,
-        wants_ipv4=wants_ipv4,
-        wants_ipv6=wants_ipv6)
-
-
-def quake3_gametype(filters):
-    """Return the game type that these filters of a question ask for, or "" for any.
-
-    A filter names it as in b"ctf" or b"gametype=4"; both give "4". The last such filter counts."""
-    gametype = ""
+    gametype = ""                       # the last filter that names one counts
     for word in filters:
         if word.startswith(QUAKE3_GAMETYPE):
             gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
-    return gametype
-
-
-def quake3_address_families(filters, is_extended):
-    """Return (wants_ipv4, wants_ipv6): which servers does a question with these filters ask for?
-
-    A getservers (`is_extended` is False) always gets IPv4 servers, because its answer has no room
-    for IPv6 addresses. A getserversExt gets both kinds if its filters name neither."""
-    if not is_extended:
-        return True, False
-    wants_ipv4 = b"ipv4" in filters
-    wants_ipv6 = b"ipv6" in filters
-    if not wants_ipv4 and not wants_ipv6:
-        return True, True
-    return wants_ipv4, wants_ipv6
+    names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
+    return Quake3Question(
+        is_extended,
+        decode_legacy(gamename),
+        protocol.decode(),
+        gametype,
+        wants_empty=b"empty" in filters,
+        wants_full=b"full" in filters,
+        # The answer to a getservers has no room for IPv6 addresses
+        wants_ipv4=not is_extended or names_no_family or b"ipv4" in filters,
+        wants_ipv6=is_extended and (names_no_family or b"ipv6" in filters))
 
 
 class Quake3Entry(NamedTuple):
     """A listed server, reduced to what the answers to questions need."""
 
-    # The server is in the answers to questions with one of these gamenames. "" is among them if
-    # questions without a gamename get it too
-    gamenames: Sequence[str]
+    gamename: str
     protocol: str
     gametype: str
     is_empty: bool                      # True: only questions that want empty servers get it
@@ -7947,51 +7858,35 @@ class Quake3Entry(NamedTuple):
     is_ipv6: bool
     packed: bytes                       # the address and port as in a list, after "\\" or "/"
 
-    def matches(self, question):
-        """Return whether the server passes the filters of this Quake3Question.
 
-        Gamename and protocol are not compared: the caller has selected the entries by them."""
-        if self.is_empty and not question.wants_empty:
-            return False
-        if self.is_full and not question.wants_full:
-            return False
-        if question.gametype and question.gametype != self.gametype:
-            return False
-        if self.is_ipv6:
-            return question.wants_ipv6
-        return question.wants_ipv4
-
-
-def render_quake3_entry(server, anonymous_gamenames):
-    """Return the Quake3Entry of a listed server.
-
-    Servers with one of the `anonymous_gamenames` are also in the answers to questions without a
-    gamename."""
-    gamename = server.details["gamename"]
-    gamenames = [gamename]
-    if gamename in anonymous_gamenames:
-        gamenames.append("")
-    is_empty = server.players == 0
-    is_full = server.players == server.max_players and not is_empty
-    if gamename == "et":
-        # Players of Enemy Territory get empty and full servers even if they do not ask for them
-        is_empty = False
-        is_full = False
+def quake3_entry(server):
+    gamename = server.details.get("gamename", "")
+    # Players of Enemy Territory get empty and full servers even if they do not ask for them
+    can_be_left_out = gamename != "et"
     address = ipaddress.ip_address(server.address)
     is_ipv6 = address.version == 6
     separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
-    packed = separator + address.packed + struct.pack(">H", server.port)
     return Quake3Entry(
-        gamenames, server.version, server.mode, is_empty, is_full, is_ipv6, packed)
+        gamename,
+        server.version,
+        server.mode,
+        is_empty=can_be_left_out and server.players == 0,
+        is_full=can_be_left_out and 0 < server.players == server.max_players,
+        is_ipv6=is_ipv6,
+        packed=separator + address.packed + struct.pack(">H", server.port))
 
 
-def render_quake3_packets(question, entries):
-    """Return the packets that answer a Quake3Question, each at most QUAKE3_PACKET_BYTES long.
-
-    `entries` are the Quake3Entry records of the gamename and protocol that it asks for; those that
-    do not match its filters are left out."""
+def quake3_packets(question, entries):
+    """Return the packets with those of the Quake3Entry records that pass a question's filters."""
     head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
-    pieces = [entry.packed for entry in entries if entry.matches(question)]
+    pieces = []
+    for entry in entries:
+        is_left_out = (
+            entry.is_empty and not question.wants_empty
+            or entry.is_full and not question.wants_full
+            or not (question.wants_ipv6 if entry.is_ipv6 else question.wants_ipv4))
+        if not is_left_out:
+            pieces.append(entry.packed)
     # Only the last packet has this mark, so that players' programs know that the list is complete
     pieces.append(QUAKE3_END)
     packets = []
@@ -8005,6 +7900,32 @@ def render_quake3_packets(question, entries):
     return packets
 
 
+def read_quake3_packet(data):
+    """Return the servers in one packet of a list, as dicts, and whether it is the last packet.
+
+    Raise Malformed if it is cut off or has another format."""
+    offset = 0
+    for head in (QUAKE3_SERVERS_EXT, QUAKE3_SERVERS):
+        if data.startswith(head):
+            offset = len(head)
+    if not offset:
+        raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+    servers = []
+    while offset < len(data) and data[offset:] != QUAKE3_END:
+        separator = data[offset:offset + 1]
+        if separator not in QUAKE3_ADDRESS_BYTES:
+            raise Malformed("a server begins with \\ or /, not with %a" % separator)
+        port_offset = offset + 1 + QUAKE3_ADDRESS_BYTES[separator]
+        address = data[offset + 1:port_offset]
+        offset = port_offset + 2
+        if len(data) < offset:
+            raise Malformed("a list that is cut off")
+        port = int.from_bytes(data[port_offset:offset], "big")
+        servers.append({"address": str(ipaddress.ip_address(address)), "port": port})
+    is_last = offset < len(data)
+    return servers, is_last
+
+
 class Quake3(UdpProtocol, PolledGame):
     r"""The protocol of Quake III Arena's master, as dpmaster speaks it for the whole family.
 
@@ -8014,6 +7935,8 @@ class Quake3(UdpProtocol, PolledGame):
           \protocol\71\gamename\Quake3Arena\challenge\AbCdEf-_
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
+        < ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
+                                                        numbers in network byte order
 
     A heartbeat may be forged, so the master only answers it with a getinfo. It lists the server
     once an infoResponse with the right challenge has come, and lists only what infoResponses say.
@@ -8022,360 +7945,234 @@ class Quake3(UdpProtocol, PolledGame):
     server sends a heartbeat, it is polled at once, and removed if it does not answer, because the
     heartbeat may have been its farewell. It answers such a poll at the poller's own port, so forged
     packets that somebody sends to this port in its name cannot prevent the answer.
+
+    Each gamename is a game of its own in the registry. The poller, /check and Server.room know the
+    whole family as "quake3".
     """
 
-    # The poller and /check know the whole family by this name. In the registry each gamename is a
-    # game of its own
     game = "quake3"
+    title = "Quake III family"
+    titles = QUAKE3_TITLES
+    settings = QUAKE3_SETTINGS
+    ports = (Port("udp"),)
+    master_port = 27950
+    contact = Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
+                      'set sv_master1 "%(host)s:%(port)d"')
+    announced_over = ""
+    fetched_over = "udp"
     ipv4_only = False
     # These values remove a server within 5 s of its farewell
     timeout_s = 1.0
     attempts = 3
 
-    def __init__(self, core):
-        """Read the settings, and subscribe to the events of all servers. `core` is the program's
-        Core."""
-        super().__init__(core)
-        # PolledGame allows announcements by HTTP, but these servers announce themselves by
-        # heartbeats only
-        del core.rooms[self.game]
-        # Renders not a list but a function, which answers questions about the servers
-        self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
-        self.registry.subscribe(
-            self.on_registry_event,
-            events=["listed", "gone"],
-            every_master=True)
-        self.read(core.settings)
+    def __init__(self, master=None):
+        super().__init__(master)
+        # A MAC has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat.
+        # At 50,000 guesses a second it would still take 180 years to guess one. It is valid for at
+        # least 2 s, and at most twice as long
+        self.cookie = Cookie(os.urandom(16), size=6, window_s=2.0)
 
     def read(self, settings):
-        """Take over the settings, at the start and after a reload.
-
-        A line of `quake3.tags` is TAG=GAMENAME; it adds to QUAKE3_TAGS or overrides it."""
-        secret_key = os.urandom(16)
-        self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
-        self.settings = settings
+        super().read(settings)
+        self.answer_lifetime_s = settings["quake3.timeout"]
+        self.game_filter = settings["quake3.games"]
         self.gamenames_by_tag = dict(QUAKE3_TAGS)
         for line in settings["quake3.tags"]:
             tag, _, gamename = line.partition("=")
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
-        gamenames = self.gamenames_by_tag.values()
-        # dict.fromkeys() removes repetitions and keeps the order
-        self.tag_gamenames = tuple(dict.fromkeys(gamenames))
-        # The cached entries depend on `tag_gamenames`
-        self.registry.forget_entries()
+        # Questions without a gamename get the servers of these games. The first is "", which most
+        # challenges are made for
+        self.anonymous_gamenames = tuple(dict.fromkeys(self.gamenames_by_tag.values()))
+        # These games can always be listed, even if strangers have invented as many as they may
+        tagged = map(quake3_game_id, self.anonymous_gamenames)
+        self.named_games = {*QUAKE3_TITLES, *self.game_filter.named, *tagged}
+        # A gamename such as "iceball" must not put a server into another game's list. The name of
+        # any section of the settings may be the id of a game
+        self.other_games = {*section_names(), *settings["games"]}
 
-    def serves(self, server):
-        """Return whether this server is one of the family. Only those have a gamename."""
-        return "gamename" in server.details
+    @classmethod
+    def owns(cls, game, details):
+        return "gamename" in details
 
-    def on_registry_event(self, event, server):
-        """Start or stop polling a server of the Quake III family, and give its game a title.
-
-        `event` is "listed", also for servers that are restored from the disk, or "gone". Servers of
-        other masters are not polled here."""
-        gamename = server.details.get("gamename")
-        if not gamename:
-            return                          # a server of another protocol
-        if not server.master:
-            super().on_registry_event(event, server)
-        if event == "listed":
-            title = quake3_title(server.game, gamename)
-            self.registry.set_game_title(server, title)
-
-    # Questions from players' programs
-
-    def render_answer_function(self, servers):
-        """Return answer(question), a function that answers Quake3Questions about these servers.
-
-        It returns a list of packets, and caches the latest QUAKE3_MAX_CACHED_ANSWERS answers."""
-        entries_by_game = self.group_entries(servers)
-
-        @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
-        def answer(question):
-            no_entries = ()
-            key = question.gamename, question.protocol
-            return render_quake3_packets(question, entries_by_game.get(key, no_entries))
-
-        return answer
-
-    def group_entries(self, servers):
-        """Return lists of Quake3Entry records, in a dict by (gamename, protocol).
-
-        Servers of games outside the Quake III family are left out. A server is in several lists if
-        it also answers questions that name no game."""
-        family = [server for server in servers if self.serves(server)]
-        entries_by_game = collections.defaultdict(list)
-        for entry in cached_entries(family, "quake3", self.render_entry):
-            for gamename in entry.gamenames:
-                entries_by_game[gamename, entry.protocol].append(entry)
-        return entries_by_game
-
-    def render_entry(self, server):
-        """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
-        return render_quake3_entry(server, self.tag_gamenames)
-
-    def answer_question(self, words, source, now):
-        """Return the packets that answer a question from the address `source`.
-
-        `words` are the bytes of the packet, split at white space. Raise Malformed if they are not
-        a question, and Limited if a limit forbids an answer."""
-        question = parse_quake3_question(words)
-        # datagram() would refuse to send the answer, so do not spend time on rendering it
-        if self.rules.surplus_is_spent("quake3", source, now):
-            raise Limited
-        tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
-        if not self.rules.udp_request_limiter.allow(source, now, tokens):
-            raise Limited
-        answer = self.answer_function.get(now)
-        return answer(question)
-
-    # All datagrams
+    # Datagrams
 
     def datagram(self, data, peer, now):
-        """Handle a heartbeat, an infoResponse or a question; return [(packet, peer), ...].
-
-        Raise Limited if the answer would exceed a limit. Raise Malformed for any other datagram,
-        after recording the reason for /check."""
-        # The peer of an IPv6 socket has two further items, which are not used
-        endpoint = peer[:2]
-        source, port = endpoint
-        try:
-            packets = self.answer_packet(data, endpoint, now)
-        except Malformed as error:
-            self.record_outcome(source, port, "bad packet", now, str(error))
-            raise
+        if data.startswith(QUAKE3_INFO):
+            self.accept_info(data, peer, now)
+            return []
+        command, *words = data.split() or [b""]
+        if command == QUAKE3_HEARTBEAT and len(words) == 1:
+            packets = self.answer_heartbeat(words[0].decode("latin-1"), peer, now)
+        else:
+            packets = self.answer_question(command, words, peer, now)
+        source, *_ = peer
         surplus_bytes = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", source, surplus_bytes, now):
+        if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
-    def answer_packet(self, data, endpoint, now):
-        """Return the list of packets that answer this one, empty if there is no answer.
+    def answer_heartbeat(self, tag, peer, now):
+        """Return [getinfo] for a server, or [] if it is not to be asked now.
 
-        `endpoint` is the (address, port) that it comes from. Raise Limited if a limit forbids the
-        answer, and Malformed if this is not a heartbeat, an infoResponse or a question, or if its
-        contents are wrong."""
-        if data.startswith(QUAKE3_INFO):
-            self.accept_info(data, endpoint, now)
-            target = self.poller.find(self, *endpoint)
-            if target is not None:          # it is None if the server was refused
-                # The infoResponse proves that the server is there, as the answer to a poll would
-                target.missed_polls = 0
-            return []
-        words = data.split()
-        if len(words) == 2:
-            command, tag = words
-            if command == QUAKE3_HEARTBEAT:
-                return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
-        source, _ = endpoint
-        return self.answer_question(words, source, now)
-
-    # Heartbeats, and the challenges that infoResponses must have
-
-    def answer_heartbeat(self, tag, endpoint, now):
-        """Return [getinfo] for the server at `endpoint`, or [] if it is not to be asked now.
-
-        A listed server is also polled at once. It is not asked if such a poll is under way. A new
-        server is not asked if it may not be listed. Raise Malformed if the tag is not known."""
+        A listed server is also polled at once. Raise Malformed if the tag is not known, and Refused
+        if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        target = self.poller.find(self, *endpoint)
-        is_listed = target is not None and self.listed_server(target) is not None
-        if is_listed:
-            # However many heartbeats arrive, a listed server is asked at most once a second
-            if self.is_last_poll(target, now):
+        source, port, *_ = peer
+        target = self.poller.find(self, source, port)
+        gamename = ""                   # a listed server has its gamename in the list
+        if target is not None and self.listed_server(target) is not None:
+            # However many heartbeats come, a listed server is asked at most once a second
+            is_being_polled = target.asked_at is not None or target.due <= now
+            if is_being_polled and target.missed == MISSED_POLLS_LIMIT - 1:
                 return []
-            polled_target = self.poller.poll_now(self, *endpoint, now)
+            self.poller.poll_now(target, now)
             # The heartbeat may have been a farewell, so a single missed poll removes the server
-            polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""               # a listed server has its gamename in the list
-        elif self.may_be_listed(endpoint, now):
-            tag_gamename = self.gamenames_by_tag[tag]
+            target.missed = MISSED_POLLS_LIMIT - 1
         else:
-            return []
-        challenge = self.make_challenge(tag_gamename, endpoint, now)
-        return [QUAKE3_GETINFO + challenge]
+            try:
+                self.check_newcomer(source, port, None, target)
+            except Refused as refused:
+                refused.port = port
+                raise
+            self.record(source, port, "announced", now)
+            gamename = self.gamenames_by_tag[tag]
+        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
 
-    def may_be_listed(self, endpoint, now):
-        """Return whether a new server at `endpoint`, an (address, port), may be listed.
+    @staticmethod
+    def proven_message(gamename, peer):
+        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
+        source, port, *_ = peer
+        return repr((gamename, source, port)).encode()
 
-        Record for /check that it has announced itself, or why it is refused."""
-        source, port = endpoint
-        record_outcome = self.registry.record_outcome
-        try:
-            address = self.rules.listed_address(source)
-            key = self.game, address, port
-            self.registry.check_admission(key, source)
-        except Refused as refused:
-            record_outcome(source, self.game, port, refused.outcome, now, str(refused))
-            return False
-        record_outcome(source, self.game, port, "announced", now)
-        return True
+    def accept_info(self, data, peer, now):
+        """List or refresh the server that answers a getinfo of answer_heartbeat().
 
-    def is_last_poll(self, target, now):
-        """Return whether a poll is under way that removes this target's server if it is missed.
-
-        A poll is under way if its query is open or due."""
-        if target.missed_polls != MISSED_POLLS_LIMIT - 1:
-            return False
-        has_open_query = target.asked_at is not None
-        return has_open_query or target.due <= now
-
-    def make_challenge(self, tag_gamename, endpoint, now):
-        """Return the challenge for a getinfo to this (address, port): 8 bytes of base64.
-
-        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The MAC covers
-        it, so that verify_challenge() can tell which one it was without any stored state."""
-        message = repr((tag_gamename, endpoint)).encode()
-        mac = self.cookie.make(message, now)
-        return base64.urlsafe_b64encode(mac)
-
-    def verify_challenge(self, challenge, endpoint, now):
-        """Return the `tag_gamename` with which make_challenge() has made this challenge.
-
-        Raise Malformed if it was not made for this (address, port), or is too old."""
-        if QUAKE3_CHALLENGE.fullmatch(challenge):
+        Raise Malformed if the challenge did not go there, or is too old, or if the contents are
+        wrong."""
+        challenge, values = read_quake3_info(data)
+        mac = b""
+        with contextlib.suppress(ValueError):
             mac = base64.urlsafe_b64decode(challenge)
-            # The challenge does not say which gamename its MAC covers, so each of them is tried
-            for tag_gamename in self.tag_gamenames:
-                message = repr((tag_gamename, endpoint)).encode()
-                if self.cookie.is_valid(mac, message, now):
-                    return tag_gamename
-        raise Malformed("no infoResponse to a getinfo of the last 2 s")
-
-    # The infoResponse of a server
-
-    def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
-        """List or refresh the server that has sent this infoResponse from `endpoint`.
-
-        `poll_fields` are attributes of Server that the poller has measured, empty outside a poll.
-        If the server is refused, the reason is recorded for /check. Raise Malformed if the
-        challenge is wrong or the contents cannot be read."""
-        pairs = split_quake3_pairs(data)
-        challenge = pairs.get(b"challenge", b"")
-        tag_gamename = self.verify_challenge(challenge, endpoint, now)
-        # If only the challenge differs from the server's last infoResponse, the rest is not parsed
-        # again. Two of a million servers have the same 64-bit hash once in 40 million cases
-        without_challenge = data.replace(challenge, b"", 1)
-        fingerprint = hash((endpoint, without_challenge))
-        server = self.registry.by_fingerprint.get(fingerprint)
-        announces_itself = not poll_fields
-        if server is not None and server.found_at and announces_itself:
-            server = None               # until now, only another list has named this server
-        if server is None:
-            info = parse_quake3_info(pairs)
-            server = self.list_info(info, tag_gamename, endpoint, now, poll_fields)
+        # The challenge does not say which gamename its MAC covers, so each of them is tried
+        for gamename in self.anonymous_gamenames:
+            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+                break
         else:
-            self.registry.confirm(server, now)
-            if announces_itself:
-                return
-            # This deletes the fingerprint if a value has changed, so it is set again below
-            self.registry.update(server, poll_fields)
-        if server is not None:
-            self.registry.set_fingerprint(server, fingerprint)
+            raise Malformed("no infoResponse to a getinfo of the last 2 s")
+        source, port, *_ = peer
+        target = self.poller.find(self, source, port)
+        attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
+        if target is None:
+            target = self.poller.add(self, source, port, ANNOUNCED)
+        target.why = ANNOUNCED          # until now, perhaps only another list has named it
+        # This proves that the server is there, as the answer to a poll would
+        target.missed = 0
+        self.list_polled(target, attributes, now)
 
-    def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
-        """List or refresh the server at `endpoint`, which has sent this Quake3Info.
+    def listed_gamename(self, target):
+        """Return the gamename of a target's server in the list, or "" if it is not listed."""
+        server = target and self.listed_server(target)
+        return server.details.get("gamename", "") if server else ""
 
-        `tag_gamename` is the one from its challenge, and `poll_fields` has further attributes of
-        Server. Return the Server, or None if it is refused. Raise Malformed if its game cannot be
-        determined."""
-        target = self.poller.find(self, *endpoint)
-        listed_server = None
-        if target is not None:
-            listed_server = self.listed_server(target)
-        gamename = self.determine_gamename(info, listed_server, tag_gamename)
-        fields = {**quake3_fields(info, gamename), **poll_fields}
-        polled_target = self.poller.keep_polling(self, *endpoint)
-        announces_itself = not poll_fields
-        if announces_itself:
-            self.poller.make_own(polled_target)
-        lifetime = self.settings["quake3.timeout"]
-        return self.list_polled(polled_target, fields, now, lifetime)
+    def question(self, target):
+        return QUAKE3_GETINFO + b"%08x" % target.nonce
 
-    def determine_gamename(self, info, listed_server, tag_gamename):
-        """Return the gamename of the server that has sent this Quake3Info.
-
-        If the infoResponse has none, the protocol number may tell it, then the list, then the
-        heartbeat's tag. `listed_server` is None if the server is not listed, and `tag_gamename` is
-        "" if the tag does not tell the game. Raise Malformed if nothing tells it."""
-        if info.gamename:
-            return info.gamename
-        protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
-        if protocol_gamename:
-            return protocol_gamename
-        if listed_server is not None:
-            listed_gamename = listed_server.details.get("gamename")
-            if listed_gamename:
-                return listed_gamename
-        if tag_gamename:
-            return tag_gamename
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % info.protocol)
+    def read_answer(self, target, data):
+        challenge, values = read_quake3_info(data)
+        if challenge != b"%08x" % target.nonce:
+            raise Malformed("challenge: not that of the open query")
+        # `ping` shows what the server says, even if nothing tells its game
+        otherwise = self.listed_gamename(target) if self.master else "Quake3Arena"
+        return quake3_attributes(values, otherwise)
 
     def admitted_game(self, source, fields):
-        """Return the id of the game under which a server with these attributes is listed.
-
-        `source` is the address that it sends from. Raise Refused if the settings exclude the game,
-        if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        game_filter = self.settings["quake3.games"]
-        # The name of any section of the settings may be the id of a game. A gamename such as
-        # "iceball" must not put a server into the list of another protocol's game
-        is_id_of_another_protocol = game in section_names() or game in self.rules.games
-        if is_id_of_another_protocol or not game_filter.accepts(game):
+        is_missing = self.game_filter.lists_named_only and game not in self.game_filter.named
+        if is_missing or game in self.game_filter.excluded or game in self.other_games:
             raise Refused("game", "%a is not listed here" % gamename)
-        # The games that are named here can always be listed, even if strangers have filled the
-        # limits for new games with invented ones
-        games_of_tags = map(quake3_game_id, self.tag_gamenames)
-        named_games = {*QUAKE3_TITLES, *game_filter.named, *games_of_tags}
-        is_listed_game = game in self.registry.titles
-        if not is_listed_game and game not in named_games:
-            self.check_new_game(source, named_games)
+        if game in self.named_games or game in self.registry.titles:
+            return game
+        shares = Shares()               # of the new games, by the source of each one's first server
+        for listed_game, first_source in self.registry.title_sources.items():
+            if listed_game not in self.named_games:
+                shares.take(first_source)
+        if shares.total >= QUAKE3_MAX_NEW_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
+        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        if full and not self.rules.exempts(source):
+            raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
 
-    def check_new_game(self, source, named_games):
-        """Raise Refused if the list has no room for one more new game from the address `source`.
+    # Questions from players' programs
 
-        New games are those whose id is not in `named_games`. There is a limit for the whole list,
-        for each source and for each IPv6 network."""
-        new_games = self.registry.titles.keys() - named_games
-        if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        if self.rules.exempts(source):
-            return
-        # For each new game, the keys of the source whose server was the first of the game
-        keys_by_new_game = {}
-        for game, first_source in self.registry.title_sources.items():
-            if game in new_games:
-                keys_by_new_game[game] = source_keys(first_source)
-        for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
-            limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
-            game_count = sum(key in keys for keys in keys_by_new_game.values())
-            if game_count >= limit:
-                raise Refused("limit", "at most %d new games of one source" % limit)
+    def lists(self):
+        return {"servers": ServerList(quake3_entry, self.is_of_family, self.grouped)}
 
-    # The poller's questions
+    def is_of_family(self, server):
+        return server.room == self.game
 
-    def query(self, target):
-        """Return the getinfo that queries this target; target.asked_at is the present time."""
-        endpoint = target.address, target.server_port
-        no_tag = ""                 # a poll does not come from a heartbeat
-        challenge = self.make_challenge(no_tag, endpoint, target.asked_at)
-        return QUAKE3_GETINFO + challenge
+    def grouped(self, entries, now):
+        """Return the entries by gamename ("" for none), protocol and game type ("" for any), and a
+        dict for the answers that are made from them."""
+        groups = collections.defaultdict(list)
+        for entry in entries:
+            gamenames = [entry.gamename]
+            if entry.gamename in self.anonymous_gamenames:
+                gamenames.append("")
+            for gamename, gametype in itertools.product(gamenames, {entry.gametype, ""}):
+                groups[gamename, entry.protocol, gametype].append(entry)
+        return dict(groups), {}
 
-    def answer(self, target, data, now):
-        """Accept the infoResponse that answers a poll of this target.
+    def answer_question(self, command, words, peer, now):
+        """Return the packets that answer a question. Raise Malformed if the words are none, and
+        Limited if a limit forbids an answer."""
+        question = read_quake3_question(command, words)
+        source, *_ = peer
+        # datagram() would refuse to send the answer, so do not spend time on rendering it
+        if self.rules.surplus_is_spent(self.game, source, now):
+            raise Limited
+        # With the default of the setting, a source gets 5 answers at once, then 1 a second
+        tokens = self.rules.request_tokens(10)
+        if not self.rules.udp_request_limiter.allow(source, now, tokens):
+            raise Limited
+        groups, answers = self.rendered("servers", now)
+        group = groups.get((question.gamename, question.protocol, question.gametype))
+        if group is None:               # to keep an answer for each invented game would fill memory
+            return quake3_packets(question, ())
+        if question not in answers:
+            answers[question] = quake3_packets(question, group)
+        return answers[question]
 
-        Return b"", because nothing is sent back. Raise Malformed if `data` is not an infoResponse,
-        or has the wrong challenge or contents."""
-        if not data.startswith(QUAKE3_INFO):
-            raise Malformed("no infoResponse")
-        endpoint = target.address, target.server_port
-        poll_fields = {"ping_ms": round(target.ping_ms)}
-        self.accept_info(data, endpoint, now, poll_fields)
-        return b""
+    def fetch(self, gamename="Quake3Arena", protocol="68"):
+        """Fetch the servers with this gamename and protocol number. A list comes in several
+        datagrams, the last one with a mark."""
+        question = QUAKE3_GETSERVERS_EXT + (" %s %s empty full" % (gamename, protocol)).encode()
+        data = None
+        for _ in range(3):              # a datagram may be lost
+            if data is None:
+                data = yield Send(question, 2.0)
+        servers = []
+        wait_s = LIST_S                 # for all further datagrams together
+        while data is not None:
+            more_servers, is_last = read_quake3_packet(data)
+            servers += more_servers
+            if is_last:
+                return servers
+            if len(servers) > LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+            data = yield Send(wait_s=wait_s)
+            wait_s = None
+        raise TimeoutError("timed out: the end of the list did not come")
+
+    # Pages
+
+    def mode_text(self, server):
+        if server.game in QUAKE3_MODE_GAMES:
+            return QUAKE3_MODES.get(server.mode, server.mode)
+        return server.mode
 
 
 # --- Luanti --------------------------------------------------------------------------------------
@@ -11704,7 +11501,7 @@ class Web(TcpProtocol):
         All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
-            self.registry.titles, {**GAME_TITLES, **settings["games"]})
+            {**GAME_TITLES, **settings["games"]}, self.registry.titles)
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"])
@@ -13045,7 +12842,7 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3)
 
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
@@ -15625,10 +15422,6 @@ LIST_SERVERS = 65536                # a master lists 50,000 of all games by defa
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
-QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
-                     b"\xff\xff\xff\xffgetserversResponse")
-# The size of a server's address in a list, by the byte that precedes it
-QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
 PORT_BYTES = 2
 
 
@@ -15791,65 +15584,6 @@ def list_hyperbol(host, port):
     return servers
 
 
-def list_quake3(host, port, gamename, protocol):
-    """Return the servers that a Quake III master lists for a gamename and a protocol number.
-
-    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
-    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
-    deadline = time.monotonic() + ASK_TOTAL_S
-    with udp_socket(host, port) as sock:
-        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
-        servers, is_complete = first_part
-        while not is_complete:
-            check_deadline(deadline)
-            try:
-                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
-            except socket.timeout:
-                raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += more_servers
-            if len(servers) > LIST_SERVERS:
-                raise Malformed("more than %d servers" % LIST_SERVERS)
-    return servers
-
-
-def quake3_list_part(data):
-    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
-
-        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
-        \ "EOT" 000000                      this only at the end of the last datagram
-
-    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
-    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
-    format."""
-    servers = []
-    offset = quake3_list_start(data)
-    while offset < len(data) and data[offset:] != QUAKE3_END:
-        separator = data[offset:offset + 1]
-        address_bytes = QUAKE3_ADDRESS_BYTES.get(separator)
-        if address_bytes is None:
-            raise Malformed("a server begins with \\ or /, not with %a" % separator)
-        address_start = offset + 1
-        address_end = address_start + address_bytes
-        offset = address_end + PORT_BYTES
-        if len(data) < offset:
-            raise Malformed("a list that is cut off")
-        address = ipaddress.ip_address(data[address_start:address_end])
-        port = int.from_bytes(data[address_end:offset], "big")
-        servers.append({"address": str(address), "port": port})
-    is_last = offset < len(data)
-    return servers, is_last
-
-
-def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list.
-
-    Raise Malformed if the datagram does not begin as a list does."""
-    for head in QUAKE3_LIST_HEADS:
-        if data.startswith(head):
-            return len(head)
-    raise Malformed("a list begins with getserversResponse or getserversExtResponse")
-
-
 class JsonList(NamedTuple):
     """The path of a game's list in JSON, and the names of those members that differ by game."""
 
@@ -15966,7 +15700,6 @@ LISTS: Any = {
     "iceball": (list_iceball, MASTER_PORTS["iceball"]),
     "subspace": (list_subspace, MASTER_PORTS["subspace"]),
     "hyperbol": (list_hyperbol, MASTER_PORTS["hyperbol"]),
-    "quake3": (list_quake3, MASTER_PORTS["quake3"]),
     "luanti": (list_luanti, MASTER_PORTS["luanti"]),
     "ddnet": (list_ddnet, MASTER_PORTS["ddnet"]),
 }
@@ -16106,13 +15839,6 @@ def look_up_names(hosts, host_addresses):
 # These functions fetch the list of an Upstream from the address of its host, and yield a
 # FoundServer for each entry. Its address is not checked yet, and may be a host name
 
-def found_in_quake3_list(upstream, address):
-    """Yield the FoundServers in the list of a Quake III master."""
-    protocol = int(upstream.protocol)
-    entries = list_quake3(address, upstream.port, upstream.gamename, protocol)
-    return found_addresses(upstream, entries)
-
-
 def found_in_hyperbol_list(upstream, address):
     """Yield the FoundServers in the list of a Hyperbol master."""
     return found_addresses(upstream, list_hyperbol(address, upstream.port))
@@ -16164,7 +15890,6 @@ def found_luanti_server(upstream, entry):
 
 
 FOUND_LISTS = {
-    "quake3": found_in_quake3_list,
     "hyperbol": found_in_hyperbol_list,
     "subspace": found_in_subspace_list,
     "luanti": found_in_luanti_list,
@@ -17719,21 +17444,6 @@ def ping_hyperbol(host, port, tries=ASK_TRIES):
     return udp_ping(host, port, question, read_answer, tries)
 
 
-def ping_quake3(host, port):
-    """Query a Quake III server, and return the fields of its answer and its ping."""
-    return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
-
-
-def read_quake3_info(data):
-    """Return the fields of an infoResponse. Raise Malformed for any other datagram."""
-    info = parse_quake3_info(split_quake3_pairs(data))
-    gamename = info.gamename
-    if not gamename:
-        # A server that does not send its gamename is known by its protocol number
-        gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol, "Quake3Arena")
-    return quake3_fields(info, gamename)
-
-
 def ping_luanti(host, port):
     """Query a Luanti server, and return its ping. Its answer tells nothing else."""
     with udp_socket(host, port) as sock:
@@ -17745,7 +17455,6 @@ def ping_luanti(host, port):
 PINGS = {
     "subspace": ping_subspace,
     "hyperbol": ping_hyperbol,
-    "quake3": ping_quake3,
     "luanti": ping_luanti,
 }
 
