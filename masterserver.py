@@ -881,35 +881,6 @@ SUBSPACE_SETTINGS = (
             "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
 )
 
-AIO_SETTINGS = (
-    Setting("aio.port", "27011", read_port,
-            "TCP port for servers and clients of every generation.", live=False),
-    Setting("aio.news", "", read_text, "The text that players read under News."),
-    Setting("aio.news_file", "", read_without_url,
-            "A text file to read the news from instead; read again when it changes.",
-            text_file=True),
-)
-
-
-def allows_game(choices, game):
-    """Return whether the value of quake3.games lets a game be listed. `xonotic, openarena` allows
-    only these two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
-    if "!" + game in choices:
-        return False
-    first_choice, *_ = choices or ("!",)
-    return game in choices or first_choice.startswith("!")
-
-
-QUAKE3_SETTINGS = (
-    Setting("quake3.port", "27950", read_port,
-            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
-    Setting("quake3.games", "", list_reader(str.lower),
-            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
-            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
-    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-            "Seconds without an answer after which a server is removed, or after missed polls."),
-)
 
 LUANTI_SETTINGS = (
     Setting("luanti.enabled", "yes", read_flag,
@@ -1647,14 +1618,14 @@ class Shares:
             if not self.counts[key]:
                 del self.counts[key]
 
-    def full(self, address, limit, amount=1):
+    def full(self, address, limit, amount=1, site_sources=SITE_SOURCES):
         """Return the source or site that cannot take an amount at this address, or "".
 
-        `limit` holds for a source; a site has SITE_SOURCES times as much."""
+        `limit` holds for a source; a site may have `site_sources` times as much."""
         for key in source_keys(address):
             if self.counts.get(key, 0) + amount > limit:
                 return key
-            limit *= SITE_SOURCES
+            limit *= site_sources
         return ""
 
 
@@ -2195,8 +2166,8 @@ class Registry:
     def __init__(self, rules):
         self.rules = rules
         self.games = collections.defaultdict(dict)          # servers by game, and then by endpoint
-        # The titles of games that the program does not know, as their servers give them, and the
-        # source of the server that gave each title. Both are dropped with the game's last server
+        # The titles that servers give their games: their gamenames, and the source of the server
+        # that gave each. Both are dropped with the game's last server
         self.titles = {}
         self.title_sources = {}
         # This master's servers by source: those that announced themselves or that the ini names,
@@ -2341,6 +2312,11 @@ class Registry:
         server.official, server.priority = self.rules.operator_marks(endpoint)
         server.country = self.rules.country(server.address, server.port)
         self.games[server.game][endpoint] = server
+        gamename = server.details.get("gamename")
+        if gamename and server.game not in self.titles:
+            # Letters of other scripts may look like those of a well-known title. Ids are ASCII
+            self.titles[server.game] = gamename if gamename.isascii() else server.game
+            self.title_sources[server.game] = server.source
         self.count(server, 1)
         self.total += 1
         self.changed("listed", server)
@@ -2439,12 +2415,6 @@ class Registry:
         for server in list(self.by_fingerprint.values()):
             if not room or server.room == room:
                 self.forget_fingerprints_of(server)
-
-    def set_game_title(self, server, title):
-        """Give the server's game a title, unless an earlier server has given it one."""
-        if server.game not in self.titles:
-            self.titles[server.game] = title
-            self.title_sources[server.game] = server.source
 
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
@@ -3806,7 +3776,8 @@ class Game:
     announced_by_http = False                   # whether POST /announce takes its servers
     announced_over = "http"                     # what announce() speaks: "udp", "tcp" or "http"
     announce_offset = 0                         # from the master's port to that for announcements
-    dialects: Tuple[str, ...] = ()              # of announce() and fetch()
+    dialects: Tuple[str, ...] = ()              # of announce() and fetch(), the one to query last
+    dialect = ""                                # what they speak; the caller sets it
     answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
     offset = 0                                  # from the players' port to the one that is queried
     fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
@@ -3857,7 +3828,7 @@ class Game:
     play_link = ""                              # a %-template with the address and port
 
     def mode_text(self, server):
-        """Return the name that players use for the server's mode."""
+        """Return the name that players use for a server's mode, such as "tournament"."""
         return server.mode
 
     def facts(self, server):
@@ -3866,6 +3837,11 @@ class Game:
 
     def player_names(self, server):
         return []
+
+    @classmethod
+    def knows_players(cls, server):
+        """Is the number of players on a listed server known already?"""
+        return True
 
     # Announcements
 
@@ -3950,6 +3926,10 @@ class Game:
         """Return what is sent to the master at the end, or b""."""
         return self.announcement(server, action="stop")
 
+    def default_dialect(self, fields):
+        """Return the dialect in which a server with these attributes is announced."""
+        return ""
+
     def check_announced(self, name, value):
         """Raise ValueError if this value of an attribute cannot be announced."""
 
@@ -4029,9 +4009,9 @@ class MessageSession(Session):
         self.buffer += data
         while self.buffer and not self.done:
             size = self.size(now)
+            if (size or len(self.buffer)) > self.message_bytes:
+                raise Malformed("a message of more than %d bytes" % self.message_bytes)
             if size is None or size > len(self.buffer):
-                if len(self.buffer) > self.message_bytes:
-                    raise Malformed("a message of more than %d bytes" % self.message_bytes)
                 break
             message, self.buffer = self.buffer[:size], self.buffer[size:]
             if not self.rules.message_limiter.allow(self.address, now):
@@ -4116,7 +4096,8 @@ class Target:
     missed        the polls in a row that got no answer
     restarts      the polls that announcements have restarted since the last answer
     trouble       why a datagram that came in this poll is not an answer, or ""
-    step          what the room keeps during a poll with several questions"""
+    step          what the room keeps during a poll with several questions
+    server        the Server, if it is listed without the target's answers; see Aio"""
 
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
@@ -4127,6 +4108,7 @@ class Target:
     nonce = unanswered = missed = restarts = 0
     trouble = ""
     step: Any = None
+    server: Optional[Server] = None
 
     def __init__(self, room, address, port, why):
         self.room = room
@@ -6622,84 +6604,77 @@ def parse_zone_entry(head, description):
 AIO_CONNECTED = b"\1\0\0\0\0"
 # The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
-# The share of all connections that listed servers may hold. The others are for players and
-# browsers, so no server has to leave to make room for them.
-AIO_SHARE = 0.5
-# A peer without a listed server may be silent for this long. Clients send something every 270 s
-AIO_IDLE_S = 330.0
-# The longest pause between two keepalives of a server. They come every 20 to 40 s
+# The longest pause between two keepalives of a server, which come every 20 to 40 s
 AIO_KEEPALIVE_S = 120.0
 # The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
-AIO_MESSAGE_BYTES = 8192            # the longest name and description take 2,600
-AIO_ANSWER_BYTES = 16384            # a game server's answer, unpacked; 2,600 can be shown
-AIO_ZLIB_BYTES = 1200               # a longer payload does not fit one packet, and is compressed
-AIO_NEWS_CHARACTERS = 16000         # a string16 has 65,535 bytes at most, a character up to 4
 # The count of players at the end of a published name, such as " [3/16]"
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
-AIO_INFO_NUMBERS = struct.Struct("<IIH")        # players, maximum, version
+# The only entry of a list without servers, as in the document
+AIO_NOBODY = Server(
+    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
+    name="No servers currently online :pepe:",
+    description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-class AioIntegerForm(NamedTuple):
-    """One of the encodings of an integer in the binary dialect, for integers of `lowest` or more.
-
-    To encode an integer, `lowest` is subtracted from it, the difference is shifted left by
-    `tag_bits`, and the tag is put into the free bits. The result is written in `size` bytes, the
-    lowest byte first, so that the first byte contains the tag."""
-
-    size: int
-    lowest: int
-    tag_bits: int
-    tag: int
+def aio_published_name(server):
+    """Return the name in the lists of this game, with the number of players that it may end in."""
+    return server.private.get("aio_published_name") or server.name
 
 
-# Each form begins after the highest integer of the one before. For example, 27010 is encoded as
-# 144801, and 8080 as 427c
-AIO_INTEGER_FORMS = (
-    AioIntegerForm(1, 0, 1, 0b1),
-    AioIntegerForm(2, 0x80, 2, 0b10),
-    AioIntegerForm(3, 0x4080, 3, 0b100),
-    AioIntegerForm(4, 0x204080, 3, 0b000),
-)
+def aio_escape(text):
+    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
+    return text.replace("#", "<num>").replace("%", "<percent>")
+
+
+def aio_unescape(field):
+    """Undo aio_escape() in a field of a message, in bytes."""
+    return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
+
+
+# An integer in the binary dialect has one of these forms: size in bytes, lowest value, bits of the
+# tag, tag. The difference to the lowest value is shifted left by the bits of the tag, and the tag
+# is put there; the lowest byte comes first. So 8080 is 427c, and 27010 is 144801
+AIO_INTEGERS = (1, 0, 1, 0b1), (2, 0x80, 2, 0b10), (3, 0x4080, 3, 0b100), (4, 0x204080, 3, 0b000)
 
 
 def aio_integer(number):
-    """Encode an integer, 0 or more, as the binary dialect does, and return its bytes."""
-    for form in reversed(AIO_INTEGER_FORMS):
-        if form.lowest <= number:
-            difference = number - form.lowest
-            tagged = difference << form.tag_bits | form.tag
-            return tagged.to_bytes(form.size, "little")
+    """Encode an integer, 0 or more, as the binary dialect does."""
+    for size, lowest, tag_bits, tag in reversed(AIO_INTEGERS):
+        if number >= lowest:
+            tagged = number - lowest << tag_bits | tag
+            return tagged.to_bytes(size, "little")
     raise ValueError("a negative integer cannot be encoded")
 
 
 def read_aio_integer(data):
     """Decode the integer at the beginning of some bytes. Return its value and its size in bytes.
 
-    The caller must compare the size with the number of bytes: if there are fewer, the integer is
-    incomplete, and the value is wrong."""
-    form = aio_integer_form(data[:1])
-    tagged_bytes = data[:form.size]
-    tagged = int.from_bytes(tagged_bytes, "little")
-    difference = tagged >> form.tag_bits
-    return form.lowest + difference, form.size
+    If there are fewer bytes than that, the integer is incomplete, and the value is wrong."""
+    first_byte = int.from_bytes(data[:1], "little")
+    for size, lowest, tag_bits, tag in AIO_INTEGERS:
+        if first_byte & (1 << tag_bits) - 1 == tag:     # this is true of exactly one form
+            break
+    tagged = int.from_bytes(data[:size], "little")
+    return lowest + (tagged >> tag_bits), size
 
 
-def aio_integer_form(first_byte):
-    """Return the AioIntegerForm of an integer that begins with this byte. b"" counts as a byte 00.
+def aio_string16(text):
+    """Encode a text as a string16: its length in bytes as u16, and the text."""
+    encoded = text.encode("utf-8", "replace")
+    return struct.pack("<H", len(encoded)) + encoded
 
-    Every byte has the tag of exactly one form in its lowest bits."""
-    bits = int.from_bytes(first_byte, "little")
-    *shorter_forms, longest_form = AIO_INTEGER_FORMS
-    for form in shorter_forms:
-        mask = (1 << form.tag_bits) - 1
-        if bits & mask == form.tag:
-            return form
-    return longest_form
+
+def split_string16(data):
+    """Return the text of the string16 at the beginning of some bytes, in bytes, and what follows.
+
+    If the data end too early, the text is incomplete."""
+    end = 2 + int.from_bytes(data[:2], "little")
+    return data[2:end], data[end:]
 
 
 def inflate(data, limit):
-    """Decompress one zlib stream and return the result.
+    """Decompress one zlib stream.
 
     Raise Malformed if the stream is damaged, or if the result would be longer than `limit` bytes. A
     longer one is not decompressed to its end, so that it cannot fill the memory."""
@@ -6714,213 +6689,40 @@ def inflate(data, limit):
     return unpacked
 
 
-class AioInfo(NamedTuple):
-    """The answer of a framed game server to a query."""
-
-    name: str
-    description: str
-    players: int
-    max_players: int
-    version: int
-
-
-def aio_info(data: bytes) -> AioInfo:
-    """Parse a game server's answer to the query `00`, which is compressed with zlib.
-
-        00 name.string16 description.string16 players.u32 maximum.u32 version.u16
-
-    Raise Malformed if the data are not such an answer."""
-    payload = inflate(data, AIO_ANSWER_BYTES)
-    kind = payload[:1]
-    if kind != b"\0":
-        raise Malformed("type: not an answer")
-    name, after_name = split_string16(payload[1:])
-    description, numbers = split_string16(after_name)
-    if len(numbers) < AIO_INFO_NUMBERS.size:
-        raise Malformed("length: %d bytes, and then the answer ends" % len(payload))
-    players, max_players, version = AIO_INFO_NUMBERS.unpack_from(numbers)
-    return AioInfo(
-        name=decode_legacy(name),
-        description=decode_legacy(description, TEXT_CHARACTERS),
-        players=players,
-        max_players=max_players,
-        version=version,
-    )
-
-
-def split_string16(data):
-    """Split some bytes into the text of the string16 at their beginning, and the bytes after it.
-
-    A string16 is a length as u16 and then a text of that many bytes. If the data end too early, the
-    text is incomplete."""
-    length, content = data[:2], data[2:]
-    text_bytes = int.from_bytes(length, "little")
-    text = content[:text_bytes]
-    following = content[text_bytes:]
-    return text, following
-
-
-def aio_string16(text):
-    """Return a string16 with this text, which is given as bytes: its length as u16, and the text.
-    """
-    length = struct.pack("<H", len(text))
-    return length + text
-
-
-# A frame is length.u24 compression.u8 payload
-AIO_FRAME_LENGTH_BYTES = 3
 AIO_FRAME_HEAD_BYTES = 4
-AIO_FRAME_PLAIN, AIO_FRAME_ZLIB = b"\0", b"\1"      # values of the byte `compression`
 
 
 def aio_frame(payload):
-    """Return a frame with this payload: length.u24 compression.u8 payload.
-
-    A payload that does not fit into one packet is compressed."""
-    compression = AIO_FRAME_PLAIN
-    if len(payload) > AIO_ZLIB_BYTES:
-        compression = AIO_FRAME_ZLIB
+    """Return a frame with this payload: length.u24 compression.u8 payload."""
+    compression = b"\0"
+    if len(payload) > 1200:         # it would not fit one packet
+        compression = b"\1"
         payload = zlib.compress(payload, GZIP_LEVEL)
-    length = len(payload).to_bytes(AIO_FRAME_LENGTH_BYTES, "little")
-    return length + compression + payload
+    return len(payload).to_bytes(3, "little") + compression + payload
 
 
-def aio_unframe(data: bytes, max_bytes: int) -> Optional[Tuple[bytes, bytes]]:
-    """Return the decompressed payload of the first frame, and the bytes after that frame.
-
-    Return None if the frame is not complete yet. Raise Malformed if the payload, compressed or not,
-    is longer than `max_bytes`, or if it cannot be decompressed."""
+def aio_frame_bytes(data):
+    """Return the size of the frame that begins with these data; None if its head is incomplete."""
     if len(data) < AIO_FRAME_HEAD_BYTES:
         return None
-    length_field = data[:AIO_FRAME_LENGTH_BYTES]
-    compression = data[AIO_FRAME_LENGTH_BYTES:AIO_FRAME_HEAD_BYTES]
-    length = int.from_bytes(length_field, "little")
-    if length > max_bytes:
-        raise Malformed("length: a frame of %d bytes" % length)
-    frame_bytes = AIO_FRAME_HEAD_BYTES + length
-    if len(data) < frame_bytes:
-        return None
-    payload = data[AIO_FRAME_HEAD_BYTES:frame_bytes]
-    following = data[frame_bytes:]
-    if compression != AIO_FRAME_PLAIN:
-        payload = inflate(payload, max_bytes)
-    return payload, following
+    return AIO_FRAME_HEAD_BYTES + int.from_bytes(data[:3], "little")
 
 
-def aio_escape(text):
-    """Replace `#` and `%` in a text, because they end fields and messages of the text dialect."""
-    without_hashes = text.replace("#", "<num>")
-    return without_hashes.replace("%", "<percent>")
+def aio_payload(frame, most_bytes):
+    """Return the payload of a frame, decompressed. Raise Malformed if it is longer than that, or
+    damaged."""
+    payload = frame[AIO_FRAME_HEAD_BYTES:]
+    if frame[3]:
+        return inflate(payload, most_bytes)
+    return payload
 
 
-def aio_unescape_bytes(field):
-    """Undo aio_escape() in a field of a message. The field and the result are bytes."""
-    with_hashes = field.replace(b"<num>", b"#")
-    return with_hashes.replace(b"<percent>", b"%")
-
-
-# The lists. The two forms of the text dialect share the entries of servers
-
-# The only entry of a list without servers, as in the document
-AIO_NOBODY = Server(
-    "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
-    name="No servers currently online :pepe:",
-    description="There are currently no available servers... Maybe host your own or wait later?:O")
-
-
-def aio_text_entry(server):
-    """Return a server's entry in the text lists, NAME#DESC#IP#PORT#, as bytes."""
-    name = server.aio_published_name or server.name
-    # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-    name = name.replace("#", "\uff03")
-    name = name.replace("%", "\uff05")
-    fields = (
-        name,
-        aio_escape(server.description),
-        server.address,
-        str(server.port),
-    )
-    entry = "#".join(fields) + "#"
-    return entry.encode("utf-8")
-
-
-def aio_text_list(servers):
-    """Return the list of these servers, as bytes, for programs of the years 2018 to 2022."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio text", aio_text_entry)
-    content = b"".join(entries)
-    return b"%12#" + content + b"%"
-
-
-def aio_document_list(servers):
-    """Return the list of these servers, as bytes, in the format of the document.
-
-    Unlike aio_text_list() it has a number before each entry."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio text", aio_text_entry)
-    numbered = [b"%d#%s" % (number, entry) for number, entry in enumerate(entries)]
-    content = b"".join(numbered)
-    return b"%12#" + content + b"%"
-
-
-# Types of messages of the binary dialect
-AIO_ASK_FOR_SERVERS, AIO_PUBLISH = b"\x0c", b"\x0d"
-
-
-def aio_binary_entry(server):
-    """Return a server's entry in the binary list as bytes, without the number before it."""
-    name = server.aio_published_name or server.name
-    texts = "%s\0%s\0%s\0" % (name, server.description, server.address)
-    port = aio_integer(server.port)
-    return texts.encode("utf-8") + port
-
-
-def aio_binary_list(servers):
-    """Return the list of these servers in the binary dialect, as bytes."""
-    listed = servers or [AIO_NOBODY]
-    entries = cached_entries(listed, "aio binary", aio_binary_entry)
-    numbered = [struct.pack("<H", number) + entry for number, entry in enumerate(entries)]
-    content = b"".join(numbered)
-    return AIO_ASK_FOR_SERVERS + content
-
-
-# Types of messages of the framed dialect
-AIO_NEWS, AIO_LIST, AIO_PUBLISH_PORT, AIO_KEEPALIVE = b"\1", b"\2", b"\3", b"\4"
-AIO_DONE, AIO_REFUSED = b"\5", b"\6"
-
-
-def aio_framed_entry(server):
-    """Return a server's entry in the framed list, ip.string8 port.u16, as bytes."""
-    address = server.address.encode("ascii")
-    length = bytes([len(address)])
-    port = struct.pack("<H", server.port)
-    return length + address + port
-
-
-def aio_framed_list(servers):
-    """Return the list of these servers in the framed dialect, as one frame."""
-    entries = cached_entries(servers, "aio framed", aio_framed_entry)
-    count = struct.pack("<H", len(entries))
-    content = b"".join(entries)
-    return aio_frame(AIO_LIST + count + content)
-
-
-# The kinds of messages of the text dialect. The kind is the first field of a message
-AIO_TEXT_LIST, AIO_TEXT_PUBLISH, AIO_TEXT_NEWS = b"12", b"13", b"NEWS"
-AIO_TEXT_SET_IP, AIO_TEXT_KEEPALIVE = b"SET_IP", b"KEEPALIVE"
-AIO_TEXT_END = b"#%"
-
-
-# Each dialect has a function that removes one message from the session's buffer and returns the
-# answer, which may be b"". It returns None if the message is not complete yet
-
-
-def answer_aio_text(session, now):
-    r"""Answer a message of the text dialect, which clients and servers of 2018 to 2022 speak.
+class AioText:
+    r"""The text dialect, which clients and servers of 2018 to 2022 speak.
 
         < %1#5#%                        greeting, after a silence: the peer's id
         > 13#NAME#DESC#27010#%\n        publish, or the document's 13#NAME#DESC#203.0.113.7#27010#%
-        < %SUCCESS#13#%
+        < %SUCCESS#13#%                 or nothing, if the server is refused
         > SET_IP#203.0.113.7#%\n        its public address, from a server on this machine or network
         < %SUCCESS#SET_IP#%
         > KEEPALIVE#%\n                 < %SUCCESS#KEEPALIVE#%
@@ -6928,83 +6730,127 @@ def answer_aio_text(session, now):
         > 12#%                          < %12#0#NAME#DESC#IP#PORT#1#NAME#...#%
         > NEWS#%\n                      < %NEWS#TEXT#%
 
-    The examples in the document are answered too, as they are printed there. The `%` before every
-    reply ends what the peer takes for its first message, the five bytes of CONNECT. The texts of
-    servers may contain a `%`, so a message ends only at `#%`.
+    The examples in the document, which have no newline, are answered as they are printed there. The
+    `%` before every reply ends what the peer takes for its first message, the five bytes of
+    CONNECT. The texts of servers may contain a `%`, so a message ends only at `#%`."""
 
-    Return the answer, which may be b"", or None if the message is not complete yet. Raise Malformed
-    if a publish has the wrong fields, or if the message contains a line break."""
-    session.buffer = session.buffer.lstrip(b"\r\n")
-    message, end, following = session.buffer.partition(AIO_TEXT_END)
-    if not end:
-        return None
-    kind, *fields = message.split(b"#")
-    if kind == AIO_TEXT_LIST:
-        return answer_aio_text_list(session, following, now)
-    session.buffer = following
-    if kind == AIO_TEXT_PUBLISH:
-        return publish_aio_text(session, fields, now)
-    if kind == AIO_TEXT_NEWS:
-        return session.aio.text_news
-    if kind == AIO_TEXT_SET_IP:
-        session.set_claimed_address(b"#".join(fields))
-        return b"%SUCCESS#SET_IP#%"
-    if kind == AIO_TEXT_KEEPALIVE:
-        session.on_keepalive(now)
-        return b"%SUCCESS#KEEPALIVE#%"
-    # A line break may mean an HTTP request: a web page can let a browser send any body it likes
-    if b"\n" in kind:
-        raise Malformed("a line break within a message")
-    # These programs send further messages, which are meant for game servers
-    return b""
+    end = b"#%"
+    confirmation = b"SUCCESS#13#%"
+    keepalive = b"KEEPALIVE#%\n"
 
+    def size(self, session, now):
+        """As in MessageSession. A newline after `12#%` is a part of the message."""
+        session.buffer = session.buffer.lstrip(b"\r\n")
+        message, end, following = session.buffer.partition(self.end)
+        if not end:
+            return None
+        size = len(message) + len(end)
+        kind, *_ = message.split(b"#", 1)
+        if kind != b"12":
+            return size
+        if following:
+            return size + 1 if following[:1].isspace() else size
+        return size if now >= session.message_began + AIO_NEWLINE_S else None
 
-def answer_aio_text_list(session, following, now):
-    r"""Answer the request `12#%`. `following` has the bytes after it in the session's buffer.
-
-    Programs of the years 2018 to 2022 send `12#%\n`. Those of the document send no newline, and
-    need a list in another format. Return None if a newline may still come. Raise Malformed if the
-    peer asks too often."""
-    may_still_come = now < session.message_started_at + AIO_NEWLINE_S
-    if not following and may_still_come:
-        return None
-    session.buffer = following
-    has_newline = following[:1].isspace()
-    if has_newline:
-        return session.fetch_list(aio_text_list, now)
-    return session.fetch_list(aio_document_list, now)
-
-
-AIO_WRONG_PUBLISH = "publish: not name, description, address (may be left out), port"
-
-
-def publish_aio_text(session, fields, now):
-    """List a server that publishes itself in the text dialect, and return the answer.
-
-    `fields` holds the fields after `13#`, as bytes: name, description and port, or in messages of
-    the document name, description, address and port. Raise Malformed for other fields. Return b""
-    if the server is refused, because this dialect has no message for a refusal."""
-    if len(fields) == 3:
-        name, description, port = fields
-        address = b""
-    elif len(fields) == 4:
-        name, description, address, port = fields
-    else:
-        raise Malformed(AIO_WRONG_PUBLISH)
-    is_number = re.fullmatch(rb"[0-9]{1,5}", port)
-    if not is_number:
-        raise Malformed(AIO_WRONG_PUBLISH)
-    session.set_claimed_address(aio_unescape_bytes(address))
-    name = aio_unescape_bytes(name)
-    description = aio_unescape_bytes(description)
-    reason = session.publish_texts(name, description, int(port), now)
-    if reason:
+    def answer(self, session, message, now):
+        content, _, newline = message.partition(self.end)
+        kind, *fields = content.split(b"#")
+        if kind == b"12":
+            return session.rendered("text" if newline else "document", now)
+        if kind == b"13":
+            return self.publish(session, fields, now)
+        if kind == b"NEWS":
+            return session.room.text_news
+        if kind == b"SET_IP":
+            session.claim_address(b"#".join(fields))
+            return b"%SUCCESS#SET_IP#%"
+        if kind == b"KEEPALIVE":
+            session.keep_alive(now)
+            return b"%SUCCESS#KEEPALIVE#%"
+        # A line break may mean an HTTP request: a web page can let a browser send any body it likes
+        if b"\n" in kind:
+            raise Malformed("a line break within a message")
+        # These programs send further messages, which are meant for game servers
         return b""
-    return b"%SUCCESS#13#%"
+
+    def publish(self, session, fields, now):
+        """Answer a publish. In messages of the document an address precedes the port."""
+        if len(fields) not in (3, 4) or not re.fullmatch(rb"[0-9]{1,5}", fields[-1]):
+            raise Malformed("publish: not name, description, address (may be left out), port")
+        name, description, *address, port = map(aio_unescape, fields)
+        session.claim_address(b"".join(address))
+        if session.publish_texts(name, description, int(port), now):
+            return b""
+        return b"%SUCCESS#13#%"
+
+    # The lists, whose two forms share the entries of servers
+
+    @staticmethod
+    def entry(server):
+        # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
+        name = aio_published_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        entry = "%s#%s#%s#%d#" % (
+            name, aio_escape(server.description), server.address, server.port)
+        return entry.encode("utf-8")
+
+    def list(self, entries, now):
+        return b"%12#" + b"".join(entries or [self.entry(AIO_NOBODY)]) + b"%"
+
+    def document_list(self, entries, now):
+        numbered = [b"%d#%s" % pair for pair in enumerate(entries or [self.entry(AIO_NOBODY)])]
+        return b"%12#" + b"".join(numbered) + b"%"
+
+    def fetch(self):
+        # Masters that speak this dialect answer at once
+        data = yield from received_until(self.list_in, b"12#%\n", wait_s=5.0)
+        content = self.list_in(data)
+        if content is None:
+            raise Malformed("no list came before the end")
+        if content.count(b"#") >= 4 * LIST_SERVERS:
+            raise Malformed("more than %d servers" % LIST_SERVERS)
+        fields = content.split(b"#")
+        servers = []
+        for start in range(0, len(fields) - 3, 4):
+            name, description, address, port = map(aio_unescape, fields[start:start + 4])
+            if not re.fullmatch(b"[0-9]{1,5}", port) or int(port) > MAX_PORT:
+                raise Malformed("port: %a" % port.decode("latin-1"))
+            if not name.startswith(b"No servers currently online"):
+                servers.append({
+                    "name": decode_utf8(name, TEXT_CHARACTERS),
+                    "description": decode_utf8(description, TEXT_CHARACTERS),
+                    "address": decode_utf8(address), "port": int(port)})
+        return servers
+
+    @staticmethod
+    def list_in(data):
+        """Return the entries of the list in what a master has sent, or None if it is incomplete.
+
+        Greetings, which are other numbered messages, may precede the list."""
+        head = re.search(rb"(?:^|[%\0\r\n])12#", data)
+        if not head or not data.endswith(b"#%"):
+            return None
+        return data[head.end():-len(b"#%")]
+
+    # What announces a game server
+
+    @staticmethod
+    def publication(server):
+        """The number of players is a part of the name, as with the game's own servers."""
+        name = server.name
+        if server.players or server.max_players:
+            name += " [%d/%d]" % (server.players, server.max_players)
+        # A "#" separates fields, and a "%" at the beginning of a field ends the message
+        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
+        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
+
+    def read_replies(self, data):
+        """Return whether a master confirms the publication, and the bytes to read again with the
+        next ones."""
+        return self.confirmation in data, data[1 - len(self.confirmation):]
 
 
-def answer_aio_binary(session, now):
-    r"""Answer a message of the binary dialect, which is the document taken literally.
+class AioBinary:
+    r"""The binary dialect, which is the document taken literally.
 
         < 01 00000000                               CONNECT, id
         > 0c                                        ASKFORSERVERS
@@ -7013,39 +6859,50 @@ def answer_aio_binary(session, now):
         > 0d "NAME\0" "DESC\0" "203.0.113.7\0" 144801
                                                     PUBLISH, port 27010; no answer
 
-    Each string ends with a NUL. A port is encoded as AioIntegerForm describes. Return the answer,
-    which may be b"", or None if the message is not complete yet. Raise Malformed if it has another
-    type."""
-    kind = session.buffer[:1]
-    content = session.buffer[1:]
-    if kind == AIO_ASK_FOR_SERVERS:
-        session.buffer = content
-        return session.fetch_list(aio_binary_list, now)
-    if kind == AIO_PUBLISH:
-        return publish_aio_binary(session, content, now)
-    raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+    Ports are integers as in AIO_INTEGERS."""
+
+    ask, publish = b"\x0c", b"\x0d"
+
+    def size(self, session, now):
+        kind = session.buffer[:1]
+        if kind == self.ask:
+            return len(kind)
+        if kind != self.publish:
+            raise Malformed("type %d is neither ASKFORSERVERS nor PUBLISH" % ord(kind))
+        *texts, port = session.buffer.split(b"\0", 3)
+        if len(texts) < 3:
+            return None
+        _, port_bytes = read_aio_integer(port)
+        return len(session.buffer) - len(port) + port_bytes
+
+    def answer(self, session, message, now):
+        if message == self.ask:
+            return session.rendered("binary", now)
+        name, description, address, port_bytes = message[1:].split(b"\0", 3)
+        port, _ = read_aio_integer(port_bytes)
+        session.claim_address(address)
+        session.publish_texts(name, description, port, now)
+        return b""
+
+    @staticmethod
+    def entry(server):
+        texts = "%s\0%s\0%s\0" % (aio_published_name(server), server.description, server.address)
+        return texts.encode("utf-8") + aio_integer(server.port)
+
+    def list(self, entries, now):
+        numbered = []
+        for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
+            numbered.append(struct.pack("<H", number) + entry)
+        return self.ask + b"".join(numbered)
 
 
-def publish_aio_binary(session, content, now):
-    """List a server that publishes itself in the binary dialect.
-
-    `content` has the bytes after the message's type in the session's buffer. Return b"", because
-    a publish is not answered in this dialect, or None if the message is not complete yet."""
-    fields = content.split(b"\0", 3)
-    if len(fields) < 4:
-        return None
-    name, description, address, port_and_following = fields
-    port, port_bytes = read_aio_integer(port_and_following)
-    if len(port_and_following) < port_bytes:
-        return None
-    session.buffer = port_and_following[port_bytes:]
-    session.set_claimed_address(address)
-    session.publish_texts(name, description, port, now)
-    return b""
+# Types of messages of the framed dialect
+AIO_NEWS, AIO_LIST, AIO_PUBLISH, AIO_KEEPALIVE, AIO_DONE, AIO_REFUSED = (
+    b"\1", b"\2", b"\3", b"\4", b"\5", b"\6")
 
 
-def answer_aio_framed(session, now):
-    """Answer a message of the framed dialect, which clients and servers since 2022 speak.
+class AioFramed:
+    """The framed dialect, which clients and servers since 2022 speak.
 
     A frame is length.u24 compression.u8 (0 none, 1 zlib) payload.
 
@@ -7060,277 +6917,235 @@ def answer_aio_framed(session, now):
         < … 01 text.string16
 
     Peers read a frame with one recv(4) and one recv(length), and lose a frame that arrives in two
-    pieces. So each frame is written in one call, and a long one is compressed to fit. Return the
-    answer, or None if the message is not complete yet. Raise Malformed if it has another type, or
-    if its frame cannot be read."""
-    unframed = aio_unframe(session.buffer, AIO_MESSAGE_BYTES)
-    if unframed is None:
-        return None
-    payload, session.buffer = unframed
-    kind = payload[:1]
-    content = payload[1:]
-    if kind == AIO_NEWS:
-        return session.aio.framed_news
-    if kind == AIO_LIST:
-        return session.fetch_list(aio_framed_list, now)
-    if kind == AIO_PUBLISH_PORT and len(content) >= 2:
-        port = int.from_bytes(content[:2], "little")
-        reason = session.publish(port, {"aio_published_name": ""}, now)
-        return framed_aio_result(kind, reason)
-    if kind == AIO_KEEPALIVE:
-        session.on_keepalive(now)
-        reason = "" if session.server else "nothing is published on this connection"
-        return framed_aio_result(kind, reason)
-    raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+    pieces. So each frame is written in one call, and a long one is compressed to fit."""
+
+    keepalive = aio_frame(AIO_KEEPALIVE)
+    reply_bytes = 4096              # the longest; it has 20 bytes, with a reason perhaps 200
+
+    def size(self, session, now):
+        return aio_frame_bytes(session.buffer)
+
+    def answer(self, session, message, now):
+        payload = aio_payload(message, session.message_bytes)
+        kind, content = payload[:1], payload[1:]
+        if kind == AIO_NEWS:
+            return session.room.framed_news
+        if kind == AIO_LIST:
+            return session.rendered("framed", now)
+        if kind == AIO_PUBLISH and len(content) >= 2:
+            port = int.from_bytes(content[:2], "little")
+            return self.result(kind, session.publish(port, {"private": NO_DETAILS}, now))
+        if kind == AIO_KEEPALIVE:
+            session.keep_alive(now)
+            reason = "" if session.server else "nothing is published on this connection"
+            return self.result(kind, reason)
+        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
+
+    @staticmethod
+    def result(kind, reason):
+        """Return the answer to a publish or keepalive. `reason` says why it is refused, if it is."""
+        if reason:
+            return aio_frame(AIO_REFUSED + kind + aio_string16(reason))
+        return aio_frame(AIO_DONE + kind)
+
+    @staticmethod
+    def entry(server):
+        address = server.address.encode("ascii")
+        return bytes([len(address)]) + address + struct.pack("<H", server.port)
+
+    @staticmethod
+    def list(entries, now):
+        return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
+
+    def fetch(self):
+        begin = len(AIO_CONNECTED)
+
+        def is_complete(data):
+            size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
+            return size is not None and len(data) >= begin + size
+
+        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
+        if not is_complete(data):
+            raise Malformed("no list came before the end")
+        payload = aio_payload(data[begin:], LIST_BYTES)
+        if payload[:1] != AIO_LIST:
+            raise Malformed("type: not a list")
+        servers = []
+        offset = 3                      # the count of servers before the entries is redundant
+        while offset < len(payload):
+            port_at = offset + 1 + payload[offset]
+            address, port = payload[offset + 1:port_at], payload[port_at:port_at + 2]
+            offset = port_at + 2
+            if offset > len(payload):
+                raise Malformed("a list that is cut off")
+            if len(servers) == LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+            servers.append(
+                {"address": decode_utf8(address), "port": int.from_bytes(port, "little")})
+        return servers
+
+    @staticmethod
+    def publication(server):
+        """Masters query the port by UDP for everything else."""
+        return aio_frame(AIO_PUBLISH + struct.pack("<H", server.port))
+
+    def read_replies(self, data):
+        """As in AioText. Raise MasterRefused if a master refuses the publication."""
+        is_confirmed = False
+        size = aio_frame_bytes(data)
+        while size is not None and size <= len(data):
+            payload = aio_payload(data[:size], self.reply_bytes)
+            if payload == AIO_DONE + AIO_PUBLISH:
+                is_confirmed = True
+            elif payload.startswith(AIO_REFUSED + AIO_PUBLISH):
+                reason, _ = split_string16(payload[2:])
+                raise MasterRefused(reason.decode("utf-8", "replace"))
+            data = data[size:]
+            size = aio_frame_bytes(data)
+        if size is not None and size > self.reply_bytes:
+            raise Malformed("length: a frame of %d bytes" % size)
+        return is_confirmed, data
 
 
-def framed_aio_result(kind, reason):
-    """Return the frame that answers a publish or a keepalive. `kind` is the type of that message.
-
-    If `reason` is "", the frame says that the request is done. Otherwise it says that the request
-    is refused for this reason."""
-    if reason:
-        text = aio_string16(reason.encode("utf-8"))
-        return aio_frame(AIO_REFUSED + kind + text)
-    return aio_frame(AIO_DONE + kind)
+AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
 
 
-def aio_dialect(first_byte):
-    """Choose the dialect of a peer by the first byte that it sends.
+class AioSession(MessageSession):
+    """The connection of a game server or a player, in any dialect.
 
-    Return the function that answers messages of that dialect. Raise Malformed if no dialect has
-    messages that begin with this byte."""
-    if first_byte in (AIO_ASK_FOR_SERVERS, AIO_PUBLISH):
-        return answer_aio_binary
-    if first_byte.isalnum():
-        return answer_aio_text
-    # A frame begins with the lowest byte of its length. The messages that a peer can begin with
-    # have up to 14 bytes
-    if first_byte < b" ":
-        return answer_aio_framed
-    raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
+    server           the listed server that this connection keeps in the list, or None
+    claimed_address  the address that the game server claims to have, if the rules believe it
+    published        the port and the attributes of Server of the last publish that was accepted
+    kept_alive_at    the time of the last keepalive; infinite before the first one"""
 
+    idle_s = 330.0                  # without a listed server. Clients send something every 270 s
+    dialect: Any = None             # None before the peer's first byte
+    server: Optional[Server] = None
+    claimed_address = ""
+    published: Any = None
+    kept_alive_at = math.inf
 
-class AioSession(Session):
-    """The connection of a game server or a client, in any dialect."""
-
-    def __init__(self, aio, address, number, now):
-        """Begin the session of a peer that has connected from `address` at the time `now`.
-
-        `aio` is the Aio that all sessions share, `number` the peer's id in the text greeting."""
-        self.aio = aio
-        self.registry = aio.registry
-        self.rules = aio.rules
-        self.address = address
-        self.number = number
-        # The function that answers this peer's dialect; None before the peer's first byte
-        self.dialect = None
+    def __init__(self, room, address, now):
+        super().__init__(room, address, now)
+        self.number = next(room.session_numbers)        # the peer's id in the text greeting
         self.greet_at = now + AIO_GREETING_S
-        # The time at which the message in the buffer began to come. If the buffer is empty, it is
-        # the time of the last message, or of the connection
-        self.message_started_at = now
-        # The listed server that this connection keeps in the list, or None
-        self.server = None
-        # The address that the game server claims to have, or ""
-        self.claimed_address = ""
-        # The port and the attributes of Server that were published last. These are None before the
-        # first publish
-        self.published_port = 0
-        self.published_fields = None
-        # The time of the last keepalive. It is infinite before the first one
-        self.kept_alive_at = math.inf
 
     def opened(self, now):
-        """Return CONNECT. Two dialects begin with it, and peers of the text dialect ignore it."""
+        # Two dialects begin with it, and peers of the text dialect ignore it
         return AIO_CONNECTED
 
-    def receive(self, data, now):
-        """Add bytes from the peer to the buffer, and return the first answer to the messages in it.
+    def size(self, now):
+        if self.dialect is None:
+            first_byte = self.buffer[:1]
+            if first_byte in (AioBinary.ask, AioBinary.publish):
+                self.dialect = AIO_BINARY
+            elif first_byte.isalnum():
+                self.dialect = AIO_TEXT
+            # A frame begins with the lowest byte of its length. The messages that a peer can begin
+            # with have up to 14 bytes
+            elif first_byte < b" ":
+                self.dialect = AIO_FRAMED
+            else:
+                raise Malformed("the first byte, %s, is of no dialect" % first_byte.hex())
+        return self.dialect.size(self, now)
 
-        Return b"" if no complete message has an answer. If a message is malformed, record that for
-        /check and raise Malformed."""
-        if data and not self.buffer:
-            self.message_started_at = now
-        self.buffer += data
-        try:
-            return self.answer_messages(now)
-        except Malformed as error:
-            unknown_port = 0
-            self.record_outcome(unknown_port, "bad packet", now, str(error))
-            raise
-
-    def answer_messages(self, now):
-        """Handle the messages in the buffer up to the first one with an answer. Return the answer.
-
-        Return b"" if no complete message has an answer. Raise Malformed if a message is malformed
-        or too long, or if the peer has sent too many messages."""
-        while self.buffer:
-            if len(self.buffer) > AIO_MESSAGE_BYTES:
-                raise Malformed("a message of more than %d bytes" % AIO_MESSAGE_BYTES)
-            if self.dialect is None:
-                self.dialect = aio_dialect(self.buffer[:1])
-            answer = self.dialect(self, now)
-            if answer is None:
-                break
-            if not self.rules.message_limiter.allow(self.address, now):
-                raise Malformed("too many messages from one address")
-            self.message_started_at = now
-            if answer:
-                return answer
-        return b""
+    def message(self, message, now):
+        self.part_if_gone()
+        return self.dialect.answer(self, message, now)
 
     def ended(self, now):
-        """Answer the rest of the buffer, after the peer has ended its side of the connection.
-
-        A `12#%` is answered at once, because a newline cannot follow it any more."""
-        self.message_started_at -= AIO_NEWLINE_S
+        self.message_began -= AIO_NEWLINE_S     # no newline can follow any more
         return self.receive(b"", now)
 
     def tick(self, now):
-        """Return the greeting or an answer if it is due. Set `done` after a long silence.
-
-        A listed server of this connection is confirmed, because it is still connected."""
-        is_greeting_due = self.dialect is None and now >= self.greet_at
-        if is_greeting_due:
+        if self.dialect is None and now >= self.greet_at:
             self.greet_at = math.inf
             return b"%%1#%d#%%" % self.number
+        self.part_if_gone()
         if self.server:
             self.registry.confirm(self.server, now)
-            self.done = now - self.kept_alive_at >= AIO_KEEPALIVE_S
+            self.done = now >= self.kept_alive_at + AIO_KEEPALIVE_S
         else:
-            self.done = now - self.message_started_at >= AIO_IDLE_S
+            super().tick(now)
         # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
         return self.receive(b"", now)
 
     def closed(self, now):
-        """Remove the server of this connection from the list, if there is one."""
         self.registry.remove_own(self.server)
+        self.room.gone(self.server)
 
     # Requests in messages
 
-    def fetch_list(self, render, now):
-        """Return the cached list of servers that `render` has rendered, such as aio_text_list().
+    def part_if_gone(self):
+        """Separate the connection from its server if that has left, for example after a ban."""
+        if self.server and not self.registry.has(self.server):
+            self.room.gone(self.server)
 
-        Raise Malformed if this address has asked for lists too often."""
-        if not self.rules.request_limiter.allow(self.address, now):
-            raise Malformed("too many requests from one address")
-        rendered_list = self.aio.lists[render]
-        return rendered_list.get(now)
+    def claim_address(self, claimed):
+        """Note the address, in bytes, that the game server claims to have, if the rules believe it.
 
-    def set_claimed_address(self, claimed):
-        """Remember the address that the game server claims to have, if the rules believe it.
-
-        `claimed` is the address as bytes, or b"". The server is listed there from its next publish
-        or keepalive on."""
-        text = claimed.decode("ascii", "replace")
-        address = text.strip()
+        The server is listed there from its next publish or keepalive on."""
+        address = claimed.decode("ascii", "replace").strip()
         if self.rules.believes_claim(self.address, address):
             self.claimed_address = address
 
-    def listed_key(self, port):
-        """Return the Key (game, address, port) of a server of this peer at this port."""
-        address = self.rules.listed_address(self.address, self.claimed_address)
-        return self.aio.game, address, port
+    def listed_at(self, port):
+        """Return the key of a server of this peer at this port."""
+        return self.game, self.rules.listed_address(self.address, self.claimed_address), port
 
-    def on_keepalive(self, now):
-        """Note that a keepalive has come. Publish the server again if it is not listed any more.
-
-        It leaves the list if its address changes, if it is banned for a time, or if a newer
-        connection has published it and has ended."""
+    def keep_alive(self, now):
+        """Note a keepalive. Publish the server again if it is not listed any more: its address may
+        have changed, it was banned, or a newer connection has published it and has ended."""
         self.kept_alive_at = now
-        if self.published_fields is None:
-            return
-        key = self.listed_key(self.published_port)
-        if self.registry.get(*key) is None:
-            self.publish(self.published_port, self.published_fields, now)
+        if self.published:
+            port, fields = self.published
+            if self.registry.get(*self.listed_at(port)) is None:
+                self.publish(port, fields, now)
 
     def publish_texts(self, name, description, port, now):
-        """List a server that publishes its name and description, both given as bytes.
+        """Publish a server by its name and description, in bytes. As in publish().
 
-        A name may end with the number of players, such as ` [3/16]`. This game's own lists show the
-        name with that number. Return "" if the server is listed, and otherwise the reason why it is
-        refused."""
+        A name may end with the number of players. This game's own lists show it with them."""
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
-        players = max_players = 0
-        if counter:
-            players, max_players = map(int, counter.groups())
-        fields = {
+        players, max_players = map(int, counter.groups()) if counter else (0, 0)
+        return self.publish(port, {
             "name": AIO_COUNTER.sub("", published_name),
-            "aio_published_name": published_name,
+            "private": {"aio_published_name": published_name},
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players),
             "max_players": clamp(max_players),
-        }
-        return self.publish(port, fields, now)
+        }, now)
 
     def publish(self, port, fields, now):
-        """List the game server of this connection at this port, or refresh it.
+        """List the game server of this connection at this port, with these attributes of Server.
 
-        `fields` holds attributes of Server. If this connection had listed a server at another
-        address or port, that server leaves the list. Return "" if the server is listed, and
-        otherwise the reason why it is refused."""
-        key = self.listed_key(port)
+        If this connection had listed a server at another address or port, that server leaves the
+        list. Return "", or the reason why the server is refused."""
+        key = self.listed_at(port)
         if self.server and self.server.key != key:
             self.registry.remove_own(self.server)
+            self.room.gone(self.server)
+        name = fields.get("name")
+        if not name:
+            listed = self.registry.get(*key)
+            _, address, _ = key
+            name = listed.name if listed else endpoint_text(address, port)
         try:
-            server = self.list_server(key, fields, now)
+            room = self.room
+            if self.server is None and len(room.sessions) >= room.max_servers:
+                raise Refused("limit", "this master keeps connections to at most %d servers"
+                              % room.max_servers)
+            server = room.list_own(
+                self.address, port, {**fields, "name": name, "verified": "connection"}, now,
+                math.inf, self.claimed_address)
         except Refused as refused:
-            reason = str(refused)
-            self.record_outcome(port, refused.outcome, now, reason)
-            return reason
-        self.record_outcome(port, "listed", now)
-        self.published_port = port
-        self.published_fields = fields
+            self.room.record(self.address, port, refused.outcome, now, str(refused))
+            return str(refused)
+        self.published = port, fields
         if self.server is not server:
-            self.take_over(server)
+            self.room.take_over(server, self)
         return ""
-
-    def list_server(self, key, fields, now):
-        """List the game server with this key and these attributes, or refresh it.
-
-        Return the Server. Raise Refused if it may not be listed."""
-        complete_fields = {**fields, "verified": "connection"}
-        if not fields.get("name"):
-            complete_fields["name"] = self.name_in_list(key)
-        if self.server is None:
-            self.aio.check_room()
-        # The server stays in the list for as long as it is connected
-        lifetime = math.inf
-        return self.registry.list_or_refresh(key, self.address, now, lifetime, complete_fields)
-
-    def name_in_list(self, key):
-        """Return the name to list for a server that does not publish one.
-
-        It keeps the name that it has in the list. A server that is not listed yet is named by its
-        address and port."""
-        server = self.registry.get(*key)
-        if server:
-            return server.name
-        _, address, port = key
-        return endpoint_text(address, port)
-
-    def take_over(self, server):
-        """Let this connection, instead of any other, keep the server in the list."""
-        self.aio.disown(server)
-        self.aio.owners[server] = self
-        self.server = server
-        self.kept = True
-        # If another list names the server, it has been polled until now
-        self.aio.stop_polling(self.address, server.port)
-        if self.dialect is answer_aio_framed:
-            # The server is queried at the address that its connection comes from. If it is listed
-            # at another address, behind a router, this master may not reach it there
-            target = self.aio.poller.keep_polling(self.aio, self.address, server.port)
-            target.querier_data = server
-
-    def record_outcome(self, port, outcome, now, detail=""):
-        """Record the outcome of a message of this peer for /check.
-
-        `port` is the published port, or 0 if it is not known. `outcome` is a key of OUTCOMES
-        (section 9), and `detail` the reason in words."""
-        game = self.aio.game
-        self.registry.record_outcome(self.address, game, port, outcome, now, detail)
 
 
 class Aio(TcpProtocol, PolledGame):
@@ -7354,108 +7169,177 @@ class Aio(TcpProtocol, PolledGame):
     unproven packets do not change what players see."""
 
     game = "aio"
+    title = "AIO"
+    settings = (
+        Setting("aio.port", "27011", read_port,
+                "TCP port for servers and clients of every generation.", live=False),
+        Setting("aio.news", "", read_text, "The text that players read under News."),
+        Setting("aio.news_file", "", read_without_url,
+                "A text file to read the news from instead; read again when it changes.",
+                text_file=True),
+    )
+    ports = (Port("tcp"),)
+    master_port = 27011
+    contact = Contact("AIO servers", "master server %(host)s, port %(port)d")
+    private = {"aio_published_name": Private("")}
+    announced_over = fetched_over = "tcp"
+    dialects = "text", "framed"
+    answer_lifetime_s = None            # the connection decides when a server leaves
+    answer_numbers = Form("<I I H", "players max_players version")
 
-    def __init__(self, core):
-        """Join a Core: its registry, its poller and its settings."""
-        super().__init__(core)
-        # PolledGame allows announcements by HTTP, but AIO servers keep a connection instead
-        del core.rooms[self.game]
+    def __init__(self, master=None):
         self.session_numbers = itertools.count()
-        # The AioSession of each listed server, by Server
-        self.owners = {}
-        # The RenderedList of each dialect, by the function that renders it
-        self.lists = {}
-        for render in (aio_text_list, aio_document_list, aio_binary_list, aio_framed_list):
-            self.lists[render] = RenderedList(self.registry, self.game, render)
-        self.read(core.settings)
+        self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
+        super().__init__(master)
 
     def read(self, settings):
-        """Read the number of connections and the news from the settings."""
-        share = settings["limits.connections_total"] * AIO_SHARE
-        self.max_servers = max(1, int(share))
+        super().read(settings)
+        # Half of all connections is for players and browsers. So no server has to leave for them
+        self.max_servers = max(1, settings["limits.connections_total"] // 2)
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
-        self.set_news(news)
-
-    def set_news(self, news):
-        """Prepare the answers to requests for the news: one in text, and one in a frame."""
-        text = news.strip()[:AIO_NEWS_CHARACTERS]
-        text_message = "%%NEWS#%s#%%" % aio_escape(text)
-        self.text_news = text_message.encode("utf-8", "replace")
-        framed_text = text.encode("utf-8", "replace")
-        framed_message = AIO_NEWS + aio_string16(framed_text)
-        self.framed_news = aio_frame(framed_message)
+        # A string16 has 65,535 bytes at most, and a character up to 4
+        news = news.strip()[:16000]
+        self.text_news = ("%%NEWS#%s#%%" % aio_escape(news)).encode("utf-8", "replace")
+        self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
 
     def session(self, address, now):
-        """Return an AioSession for a new connection from this address."""
-        number = next(self.session_numbers)
-        return AioSession(self, address, number, now)
+        return AioSession(self, address, now)
 
-    def check_room(self):
-        """Raise Refused if listed servers have as many connections as they may have."""
-        if len(self.owners) >= self.max_servers:
-            raise Refused("limit", "this master keeps connections to at most %d servers"
-                          % self.max_servers)
+    def lists(self):
+        return {
+            "text": ServerList(AIO_TEXT.entry, join=AIO_TEXT.list),
+            "document": ServerList(AIO_TEXT.entry, join=AIO_TEXT.document_list),
+            "binary": ServerList(AIO_BINARY.entry, join=AIO_BINARY.list),
+            "framed": ServerList(AIO_FRAMED.entry, join=AIO_FRAMED.list),
+        }
 
-    def on_registry_event(self, event, server):
-        """Separate a server that has left the list from its session.
+    # Connected servers
 
-        Only servers that were found in another list are polled as PolledGame does it. `event` is
-        "listed" or "gone"."""
-        if event == "gone":
-            self.disown(server)
-        if server.found_at:
-            super().on_registry_event(event, server)
+    def take_over(self, server, session):
+        """Let this connection, instead of any other, keep the server in the list."""
+        self.gone(server)
+        self.sessions[server] = session
+        session.server, session.kept = server, True
+        # If another list names the server, it has been polled until now
+        self.poller.remove(self.poller.find(self, session.address, server.port))
+        if session.dialect is AIO_FRAMED:
+            # The server is queried at the address that its connection comes from. If it is listed
+            # at another address, behind a router, this master may not reach it there
+            target = self.poller.add(self, session.address, server.port, ANNOUNCED)
+            target.server = server
 
-    def disown(self, server):
-        """Separate a server from its session, if it has one, and stop polling it.
+    def gone(self, server):
+        """Separate a server from its connection, and stop polling it.
 
-        Either the server has left the list, or it belongs to a newer session from now on."""
-        session = self.owners.pop(server, None)
-        if session is None:
-            return
-        target = self.poller.find(self, session.address, server.port)
-        self.poller.remove(target)
-        session.server = None
-        session.kept = False
+        It has left the list, or belongs to a newer connection from now on."""
+        session = self.sessions.pop(server, None)
+        if session is not None:
+            self.poller.remove(self.poller.find(self, session.address, server.port))
+            session.server, session.kept = None, False
+
+    def resume(self, server):
+        if server.found_at:             # the others have to connect again
+            super().resume(server)
+
+    @classmethod
+    def knows_players(cls, server):
+        # A framed server is listed before it is queried
+        published_name = server.private.get("aio_published_name")
+        return bool(published_name or server.version or server.max_players)
 
     # Queries to framed servers
 
-    def query(self, target):
-        """Return the query, which is the same for every server."""
+    def question(self, target):
         return b"\0"
 
-    def answer(self, target, data, now):
-        """Update the server with its answer to a query; list it if it was found in another list.
-
-        Return b"", because the poll is complete and nothing more is sent. Raise Malformed if the
-        data are not an answer, and Refused if the name is not allowed."""
-        info = aio_info(data)
+    def read_answer(self, target, data):
+        payload = inflate(data, POLL_ANSWER_BYTES)
+        if payload[:1] != b"\0":
+            raise Malformed("type: not an answer")
+        name, following = split_string16(payload[1:])
+        description, numbers = split_string16(following)
+        answer = self.answer_numbers.read(numbers)
         fields = {
-            "description": info.description,
-            "players": clamp(info.players),
-            "max_players": clamp(info.max_players),
-            "version": str(info.version),
-            "ping_ms": round(target.ping_ms),
+            "name": decode_legacy(name),
+            "description": decode_legacy(description, TEXT_CHARACTERS),
+            "players": clamp(answer.players),
+            "max_players": clamp(answer.max_players),
+            "version": str(answer.version),
         }
-        if target.found is not None:
-            fields["name"] = info.name or endpoint_text(*self.listed_endpoint(target))
-            self.list_polled(target, fields, now)
-            return b""
-        self.registry.check_name(info.name)
-        server = target.querier_data
-        fields["name"] = info.name or server.name
-        self.registry.update(server, fields)
-        return b""
+        if self.master:
+            # A connected server does not leave because of a name that somebody may have forged
+            self.registry.check_name(fields["name"])
+        return fields
+
+    def listed_server(self, target):
+        if target.server is None:
+            return super().listed_server(target)
+        return target.server if self.registry.has(target.server) else None
+
+    def list_polled(self, target, fields, now):
+        if target.server is not None:
+            name = fields["name"] or target.server.name
+            fields = {**fields, "name": name, "verified": "connection"}
+        return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):
-        """Record for /check that a poll got no answer.
+        if target.server is None:
+            super().poll_missed(target, now)
+        else:                           # it is still connected, and so stays listed and polled
+            self.report_silence(target, now)
 
-        Return False, because the server is still connected, and so stays listed and polled. That is
-        different for a server that was found in another list."""
-        if target.found is not None:
-            return super().poll_missed(target, now)
-        self.record_silence(target, now)
-        return False
+    # What our own `announce` and `list` speak
+
+    def default_dialect(self, fields):
+        return "text" if fields.get("name") else "framed"
+
+    def spoken(self):
+        return AIO_TEXT if self.dialect == "text" else AIO_FRAMED
+
+    def fetch(self):
+        return self.spoken().fetch()
+
+    def announce(self, server):
+        """Keep a server announced over one connection.
+
+        In the text dialect a master that refuses a server does not say so. The reason may end
+        later, so the server is published again with each keepalive."""
+        dialect = self.spoken()
+        keepalive, received, state = b"", b"", ""
+        while True:
+            is_heard = is_confirmed = False
+            # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
+            data = yield Send(keepalive + dialect.publication(server), 30.0, state=state)
+            while data is not None:
+                if not data:
+                    raise ConnectionError("the master has closed the connection")
+                is_heard = True
+                confirms, received = dialect.read_replies(received + data)
+                is_confirmed = is_confirmed or confirms
+                data = yield Send(state="announced", accepted=True) if confirms else Send()
+            if not is_heard:
+                raise ConnectionError("the master has fallen silent")
+            keepalive = dialect.keepalive
+            state = "" if is_confirmed else (
+                "the master does not confirm it; has it banned this address, refused the name, or "
+                "run out of room?")
+
+    def farewell(self, server):
+        return b""                      # the end of the connection says it
+
+    @property
+    def answer(self):
+        """What answers masters' queries; None in the text dialect, whose masters do not query."""
+        return None if self.dialect == "text" else self.query_answer
+
+    def query_answer(self, server, data):
+        if data != self.question(None):
+            raise Malformed("a query is the one byte 00")
+        version = clamp(int(server.version)) if server.version.isdecimal() else 0
+        numbers = self.answer_numbers.write(
+            players=server.players, max_players=server.max_players, version=version)
+        texts = aio_string16(server.name) + aio_string16(server.description)
+        return zlib.compress(b"\0" + texts + numbers)
 
 
 # --- Quake III -----------------------------------------------------------------------------------
@@ -7469,21 +7353,15 @@ QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
-# In a list, one of these two bytes precedes each address
+# In a list, one of these two bytes precedes each address, and tells its size in bytes
 QUAKE3_IPV4 = b"\\"
 QUAKE3_IPV6 = b"/"
+QUAKE3_ADDRESS_BYTES = {QUAKE3_IPV4: 4, QUAKE3_IPV6: 16}
 QUAKE3_END = b"\\EOT\0\0\0"
 # The longest packet of a list, as in dpmaster. Packets of this size need not be fragmented
 QUAKE3_PACKET_BYTES = 1400
-# A pair of an infoResponse with a longer key or value is skipped
-QUAKE3_TEXT_BYTES = 255
-# A challenge is a MAC in base64, with a secret key that changes at each start and reload. The MAC
-# has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat. At 50,000
-# guesses a second it would still take 180 years to guess one
-QUAKE3_MAC_BYTES = 6
-QUAKE3_CHALLENGE = re.compile(rb"[A-Za-z0-9_-]{8}")
-# A game server has at least this time to answer a getinfo, and at most twice as much
-QUAKE3_CHALLENGE_S = 2.0
+# The longest infoResponse that dpmaster reads. Quake III's and its kin's have at most 1 kB
+QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
@@ -7509,12 +7387,7 @@ QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
-# OpenArena still uses Quake III's gamename. No other game has OpenArena's protocol number
-QUAKE3_OPENARENA_PROTOCOL = "71"
-# The id of a game in the registry is its gamename in lower case, cut to this length
-QUAKE3_GAME_ID_CHARACTERS = 32
-# The titles of well-known games, by their ids in the registry. Every other game has its gamename as
-# its title
+# The titles of well-known games, by their ids in the registry
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
     "openarena": "OpenArena",
@@ -7531,105 +7404,87 @@ QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games. A machine runs servers of one game, rarely of two
+# One source may bring this many new games, because a machine runs servers of one game, rarely of
+# two. An IPv6 /48 may bring twice as many, because anybody can have one
 QUAKE3_GAMES_PER_SOURCE = 4
-# The limit is not much higher for an IPv6 /48, because anybody can have one
-QUAKE3_GAMES_PER_NETWORK = 8
-# Each answer takes this many tokens of the setting limits.requests. With its default, a source gets
-# 5 answers at once, then 1 a second
-QUAKE3_QUESTION_TOKENS = 10
-# This many answers to different questions are cached. Programs ask a few questions for each game
-QUAKE3_MAX_CACHED_ANSWERS = 256
-# The keys that an infoResponse must have, each with the pattern that the value must match. Only the
-# game type may be missing: it is then taken from QUAKE3_DEFAULTS
-QUAKE3_REQUIRED_VALUES = {
-    "protocol": "0|-?[1-9][0-9]{0,8}",
-    "clients": "-?[0-9]{1,9}",
-    "sv_maxclients": "0*[1-9][0-9]{0,8}",
-    "gametype": r"\S+",
+# The keys of an infoResponse that are used, each with the text that stands for a missing value; a
+# value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
+QUAKE3_DEFAULTS = {
+    b"protocol": "", b"clients": "", b"sv_maxclients": "", b"gametype": "0", b"gamename": None,
+    b"hostname": "", b"mapname": "", b"g_humanplayers": ""}
+QUAKE3_PATTERNS = {
+    b"protocol": re.compile("0|-?[1-9][0-9]{0,8}"),
+    b"clients": re.compile("-?[0-9]{1,9}"),
+    b"sv_maxclients": re.compile("0*[1-9][0-9]{0,8}"),
+    b"gametype": re.compile(r"\S+"),
+    # Nobody could ask for a gamename with a blank, because blanks separate the words of a question
+    b"gamename": re.compile(r"\S+"),
 }
-QUAKE3_DEFAULTS = {"gametype": "0"}
 
 
-class Quake3Info(NamedTuple):
-    """What a game server's infoResponse says about the server."""
-
-    gamename: Optional[str]             # None if the infoResponse has no such key
-    protocol: str                       # a number
-    gametype: str                       # a number or a name
-    hostname: str                       # the name without its colours
-    mapname: str
-    clients: int                        # all players, bots included
-    max_clients: int
-    human_players: str                  # the number of players without bots; "" if missing
+def quake3_allows(choices, game):
+    """Does the value of quake3.games let a game be listed? `xonotic, openarena` allows only these
+    two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
+    if "!" + game in choices:
+        return False
+    first_choice, *_ = choices or ("!",)
+    return game in choices or first_choice.startswith("!")
 
 
-def split_quake3_pairs(data):
-    r"""Return the `\key\value` pairs of an infoResponse as a dict of bytes.
-
-    If a key occurs several times, its last value counts."""
-    # The first piece is the head of the packet. Then keys and values alternate
-    pieces = data.split(b"\\")
-    keys = pieces[1::2]
-    values = pieces[2::2]
-    return dict(zip(keys, values))
-
-
-def parse_quake3_info(pairs):
-    """Return the Quake3Info in these key-value pairs of an infoResponse, a dict of bytes.
-
-    Raise Malformed if one of the QUAKE3_REQUIRED_VALUES is missing or does not match its pattern,
-    or if the gamename is not a single word."""
-    values = decode_quake3_pairs(pairs)
-    for key, pattern in QUAKE3_REQUIRED_VALUES.items():
-        value = values.get(key, "")
-        if not re.fullmatch(pattern, value):
-            raise Malformed("%s: %a" % (key, value))
-    gamename = values.get("gamename")
-    # Players' programs could not ask for a gamename with a blank, because blanks separate the
-    # words of a question
-    if gamename is not None and len(gamename.split()) != 1:
-        raise Malformed("gamename: %a" % gamename)
-    coloured_hostname = values.get("hostname", "")
-    hostname = QUAKE3_COLOUR.sub("", coloured_hostname)
-    return Quake3Info(
-        gamename,
-        protocol=values["protocol"],
-        gametype=values["gametype"],
-        # Without the colours, the name may begin or end with a blank
-        hostname=clean(hostname),
-        mapname=values.get("mapname", ""),
-        clients=int(values["clients"]),
-        max_clients=clamp(int(values["sv_maxclients"])),
-        human_players=values.get("g_humanplayers", ""))
+QUAKE3_SETTINGS = (
+    Setting("quake3.port", "27950", read_port,
+            "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+    Setting("quake3.games", "", list_reader(str.lower),
+            "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
+    Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+            "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
+    Setting("quake3.timeout", "900", number_reader(1, 86400, float),
+            "Seconds without an answer after which a server is removed, or after missed polls."),
+)
 
 
-def decode_quake3_pairs(pairs):
-    """Return these key-value pairs, a dict of bytes, as a dict of cleaned strings.
+def read_quake3_info(data):
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
 
-    A pair is left out if its key or value is longer than QUAKE3_TEXT_BYTES. A missing key that
-    QUAKE3_DEFAULTS contains is added from there."""
-    decoded = dict(QUAKE3_DEFAULTS)
-    for key, value in pairs.items():
-        longest = max(len(key), len(value))
-        if longest <= QUAKE3_TEXT_BYTES:
-            decoded[decode_legacy(key)] = decode_legacy(value)
-    return decoded
+    The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
+    if a key occurs several times, its last value counts. Raise Malformed if it is none."""
+    if not data.startswith(QUAKE3_INFO):
+        raise Malformed("no infoResponse")
+    if len(data) > QUAKE3_INFO_BYTES:
+        raise Malformed("length: %d bytes" % len(data))
+    _, *pieces = data.split(b"\\")
+    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-def quake3_fields(info, gamename):
-    """Return the contents of a Quake3Info as a dict of attributes of Server.
+# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+@functools.lru_cache(maxsize=4096)
+def quake3_attributes(values, otherwise):
+    """Return the attributes of Server in the values that read_quake3_info() has returned.
 
-    `gamename` is the gamename of the server's game. It is passed separately, because the
-    infoResponse may lack it."""
+    If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
+    Malformed if that is "" too, or if a value is not as QUAKE3_PATTERNS says."""
+    info = {}
+    for (key, default), value in zip(QUAKE3_DEFAULTS.items(), values):
+        is_missing = value is None or len(value) > 255
+        info[key] = default if is_missing else decode_legacy(value)
+    for key, pattern in QUAKE3_PATTERNS.items():
+        if info[key] is not None and not pattern.fullmatch(info[key]):
+            raise Malformed("%s: %a" % (key.decode(), info[key]))
+    protocol = info[b"protocol"]
+    gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
+    if not gamename:
+        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
+                        % protocol)
     return {
-        "name": info.hostname,
-        "map": info.mapname,
-        "mode": info.gametype,
-        "version": info.protocol,
-        "players": info.clients,
-        "max_players": info.max_clients,
-        "details": {"gamename": gamename, "people": info.human_players},
+        # Without its colours, a name may begin or end with a blank
+        "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
+        "map": info[b"mapname"],
+        "mode": info[b"gametype"],
+        "version": protocol,
+        "players": int(info[b"clients"]),               # all players, bots included
+        "max_players": clamp(int(info[b"sv_maxclients"])),
+        "details": {"gamename": gamename, "people": info[b"g_humanplayers"]},
     }
 
 
@@ -7639,19 +7494,10 @@ def quake3_game_id(gamename, protocol=""):
     `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
     because its servers use the gamename of Quake III."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
-    safe_name = re.sub("[^a-z0-9_.-]", "-", gamename.lower())
-    game = safe_name[:QUAKE3_GAME_ID_CHARACTERS]
-    if game == "quake3arena" and protocol == QUAKE3_OPENARENA_PROTOCOL:
+    game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
+    if game == "quake3arena" and protocol == "71":
         return "openarena"
     return game
-
-
-def quake3_title(game, gamename):
-    """Return the title of a game, given its id in the registry and its gamename."""
-    if game in QUAKE3_TITLES:
-        return QUAKE3_TITLES[game]
-    # Letters of other scripts may look like those of a well-known title. The id has only ASCII
-    return gamename if gamename.isascii() else game
 
 
 class Quake3Question(NamedTuple):
@@ -7667,8 +7513,8 @@ class Quake3Question(NamedTuple):
     wants_ipv6: bool
 
 
-def parse_quake3_question(pieces):
-    """Return the Quake3Question in a packet, given as its words: bytes, split at white space.
+def read_quake3_question(command, words):
+    """Return the Quake3Question in a packet, given as its first word and the others, in bytes.
 
     There are two forms:
 
@@ -7676,67 +7522,38 @@ def parse_quake3_question(pieces):
         getserversExt gamename protocol [filter ...]
 
     Raise Malformed if the packet begins with neither word, or has no protocol number."""
-    # Missing words are read as b"", which is neither a command nor a number nor a filter
-    words = list(pieces) + [b"", b"", b""]
-    command, first_argument, *arguments = words
     is_extended = command == QUAKE3_GETSERVERS_EXT
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
-    is_without_gamename = not is_extended and QUAKE3_NUMBER.fullmatch(first_argument)
-    if is_without_gamename:
-        gamename = b""
-        protocol = first_argument
-        filters = arguments
-    else:
-        gamename = first_argument
-        protocol, *filters = arguments
+    gamename = b""
+    if words and (is_extended or not QUAKE3_NUMBER.fullmatch(words[0])):
+        gamename, *words = words
+    protocol, *filters = words or [b""]
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
-    wants_ipv4, wants_ipv6 = quake3_address_families(filters, is_extended)
-    return Quake3Question(
-        is_extended,
-        decode_legacy(gamename),
-        protocol.decode(),
-        quake3_gametype(filters),
-        wants_empty=b"empty" in filters,
-        wants_full=b"full" in filters,
-        wants_ipv4=wants_ipv4,
-        wants_ipv6=wants_ipv6)
-
-
-def quake3_gametype(filters):
-    """Return the game type that these filters of a question ask for, or "" for any.
-
-    A filter names it as in b"ctf" or b"gametype=4"; both give "4". The last such filter counts."""
-    gametype = ""
+    gametype = ""                       # the last filter that names one counts
     for word in filters:
         if word.startswith(QUAKE3_GAMETYPE):
             gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
-    return gametype
-
-
-def quake3_address_families(filters, is_extended):
-    """Return (wants_ipv4, wants_ipv6): which servers does a question with these filters ask for?
-
-    A getservers (`is_extended` is False) always gets IPv4 servers, because its answer has no room
-    for IPv6 addresses. A getserversExt gets both kinds if its filters name neither."""
-    if not is_extended:
-        return True, False
-    wants_ipv4 = b"ipv4" in filters
-    wants_ipv6 = b"ipv6" in filters
-    if not wants_ipv4 and not wants_ipv6:
-        return True, True
-    return wants_ipv4, wants_ipv6
+    names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
+    return Quake3Question(
+        is_extended,
+        decode_legacy(gamename),
+        protocol.decode(),
+        gametype,
+        wants_empty=b"empty" in filters,
+        wants_full=b"full" in filters,
+        # The answer to a getservers has no room for IPv6 addresses
+        wants_ipv4=not is_extended or names_no_family or b"ipv4" in filters,
+        wants_ipv6=is_extended and (names_no_family or b"ipv6" in filters))
 
 
 class Quake3Entry(NamedTuple):
     """A listed server, reduced to what the answers to questions need."""
 
-    # The server is in the answers to questions with one of these gamenames. "" is among them if
-    # questions without a gamename get it too
-    gamenames: Sequence[str]
+    gamename: str
     protocol: str
     gametype: str
     is_empty: bool                      # True: only questions that want empty servers get it
@@ -7744,51 +7561,35 @@ class Quake3Entry(NamedTuple):
     is_ipv6: bool
     packed: bytes                       # the address and port as in a list, after "\\" or "/"
 
-    def matches(self, question):
-        """Return whether the server passes the filters of this Quake3Question.
 
-        Gamename and protocol are not compared: the caller has selected the entries by them."""
-        if self.is_empty and not question.wants_empty:
-            return False
-        if self.is_full and not question.wants_full:
-            return False
-        if question.gametype and question.gametype != self.gametype:
-            return False
-        if self.is_ipv6:
-            return question.wants_ipv6
-        return question.wants_ipv4
-
-
-def render_quake3_entry(server, anonymous_gamenames):
-    """Return the Quake3Entry of a listed server.
-
-    Servers with one of the `anonymous_gamenames` are also in the answers to questions without a
-    gamename."""
-    gamename = server.details["gamename"]
-    gamenames = [gamename]
-    if gamename in anonymous_gamenames:
-        gamenames.append("")
-    is_empty = server.players == 0
-    is_full = server.players == server.max_players and not is_empty
-    if gamename == "et":
-        # Players of Enemy Territory get empty and full servers even if they do not ask for them
-        is_empty = False
-        is_full = False
+def quake3_entry(server):
+    gamename = server.details.get("gamename", "")
+    # Players of Enemy Territory get empty and full servers even if they do not ask for them
+    can_be_left_out = gamename != "et"
     address = ipaddress.ip_address(server.address)
     is_ipv6 = address.version == 6
     separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
-    packed = separator + address.packed + struct.pack(">H", server.port)
     return Quake3Entry(
-        gamenames, server.version, server.mode, is_empty, is_full, is_ipv6, packed)
+        gamename,
+        server.version,
+        server.mode,
+        is_empty=can_be_left_out and server.players == 0,
+        is_full=can_be_left_out and 0 < server.players == server.max_players,
+        is_ipv6=is_ipv6,
+        packed=separator + address.packed + struct.pack(">H", server.port))
 
 
-def render_quake3_packets(question, entries):
-    """Return the packets that answer a Quake3Question, each at most QUAKE3_PACKET_BYTES long.
-
-    `entries` are the Quake3Entry records of the gamename and protocol that it asks for; those that
-    do not match its filters are left out."""
+def quake3_packets(question, entries):
+    """Return the packets with those of the Quake3Entry records that pass a question's filters."""
     head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
-    pieces = [entry.packed for entry in entries if entry.matches(question)]
+    pieces = []
+    for entry in entries:
+        is_left_out = (
+            entry.is_empty and not question.wants_empty
+            or entry.is_full and not question.wants_full
+            or not (question.wants_ipv6 if entry.is_ipv6 else question.wants_ipv4))
+        if not is_left_out:
+            pieces.append(entry.packed)
     # Only the last packet has this mark, so that players' programs know that the list is complete
     pieces.append(QUAKE3_END)
     packets = []
@@ -7802,6 +7603,32 @@ def render_quake3_packets(question, entries):
     return packets
 
 
+def read_quake3_packet(data):
+    """Return the servers in one packet of a list, as dicts, and whether it is the last packet.
+
+    Raise Malformed if it is cut off or has another format."""
+    offset = 0
+    for head in (QUAKE3_SERVERS_EXT, QUAKE3_SERVERS):
+        if data.startswith(head):
+            offset = len(head)
+    if not offset:
+        raise Malformed("a list begins with getserversResponse or getserversExtResponse")
+    servers = []
+    while offset < len(data) and data[offset:] != QUAKE3_END:
+        separator = data[offset:offset + 1]
+        if separator not in QUAKE3_ADDRESS_BYTES:
+            raise Malformed("a server begins with \\ or /, not with %a" % separator)
+        port_offset = offset + 1 + QUAKE3_ADDRESS_BYTES[separator]
+        address = data[offset + 1:port_offset]
+        offset = port_offset + 2
+        if len(data) < offset:
+            raise Malformed("a list that is cut off")
+        port = int.from_bytes(data[port_offset:offset], "big")
+        servers.append({"address": str(ipaddress.ip_address(address)), "port": port})
+    is_last = offset < len(data)
+    return servers, is_last
+
+
 class Quake3(UdpProtocol, PolledGame):
     r"""The protocol of Quake III Arena's master, as dpmaster speaks it for the whole family.
 
@@ -7811,6 +7638,8 @@ class Quake3(UdpProtocol, PolledGame):
           \protocol\71\gamename\Quake3Arena\challenge\AbCdEf-_
         > ffffffff "getservers 71 empty full\n"         or "getserversExt Xonotic 3 ipv4 ipv6"
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
+        < ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
+                                                        numbers in network byte order
 
     A heartbeat may be forged, so the master only answers it with a getinfo. It lists the server
     once an infoResponse with the right challenge has come, and lists only what infoResponses say.
@@ -7819,360 +7648,233 @@ class Quake3(UdpProtocol, PolledGame):
     server sends a heartbeat, it is polled at once, and removed if it does not answer, because the
     heartbeat may have been its farewell. It answers such a poll at the poller's own port, so forged
     packets that somebody sends to this port in its name cannot prevent the answer.
+
+    Each gamename is a game of its own in the registry. The poller, /check and Server.room know the
+    whole family as "quake3".
     """
 
-    # The poller and /check know the whole family by this name. In the registry each gamename is a
-    # game of its own
     game = "quake3"
+    title = "Quake III family"
+    titles = QUAKE3_TITLES
+    settings = QUAKE3_SETTINGS
+    ports = (Port("udp"),)
+    master_port = 27950
+    contact = Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
+                      'set sv_master1 "%(host)s:%(port)d"')
+    announced_over = ""
+    fetched_over = "udp"
     ipv4_only = False
     # These values remove a server within 5 s of its farewell
     timeout_s = 1.0
     attempts = 3
 
-    def __init__(self, core):
-        """Read the settings, and subscribe to the events of all servers. `core` is the program's
-        Core."""
-        super().__init__(core)
-        # PolledGame allows announcements by HTTP, but these servers announce themselves by
-        # heartbeats only
-        del core.rooms[self.game]
-        # Renders not a list but a function, which answers questions about the servers
-        self.answer_function = RenderedList(self.registry, "", self.render_answer_function)
-        self.registry.subscribe(
-            self.on_registry_event,
-            events=["listed", "gone"],
-            every_master=True)
-        self.read(core.settings)
+    def __init__(self, master=None):
+        super().__init__(master)
+        # A MAC has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat.
+        # At 50,000 guesses a second it would still take 180 years to guess one. It is valid for at
+        # least 2 s, and at most twice as long
+        self.cookie = Cookie(os.urandom(16), size=6, window_s=2.0)
 
     def read(self, settings):
-        """Take over the settings, at the start and after a reload.
-
-        A line of `quake3.tags` is TAG=GAMENAME; it adds to QUAKE3_TAGS or overrides it."""
-        secret_key = os.urandom(16)
-        self.cookie = Cookie(secret_key, QUAKE3_MAC_BYTES, QUAKE3_CHALLENGE_S)
-        self.settings = settings
+        super().read(settings)
+        self.answer_lifetime_s = settings["quake3.timeout"]
+        self.choices = settings["quake3.games"]
         self.gamenames_by_tag = dict(QUAKE3_TAGS)
         for line in settings["quake3.tags"]:
             tag, _, gamename = line.partition("=")
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
-        gamenames = self.gamenames_by_tag.values()
-        # dict.fromkeys() removes repetitions and keeps the order
-        self.tag_gamenames = tuple(dict.fromkeys(gamenames))
-        # The cached entries depend on `tag_gamenames`
-        self.registry.forget_entries()
+        # Questions without a gamename get the servers of these games. The first is "", which most
+        # challenges are made for
+        self.anonymous_gamenames = tuple(dict.fromkeys(self.gamenames_by_tag.values()))
+        # These games can always be listed, even if strangers have invented as many as they may
+        tagged = map(quake3_game_id, self.anonymous_gamenames)
+        self.named_games = {*QUAKE3_TITLES, *self.choices, *tagged}
+        # A gamename such as "iceball" must not put a server into another game's list. The name of
+        # any section of the settings may be the id of a game
+        self.other_games = {*section_names(), *settings["games"]}
 
-    def serves(self, server):
-        """Return whether this server is one of the family. Only those have a gamename."""
-        return "gamename" in server.details
+    @classmethod
+    def owns(cls, game, details):
+        return "gamename" in details
 
-    def on_registry_event(self, event, server):
-        """Start or stop polling a server of the Quake III family, and give its game a title.
-
-        `event` is "listed", also for servers that are restored from the disk, or "gone". Servers of
-        other masters are not polled here."""
-        gamename = server.details.get("gamename")
-        if not gamename:
-            return                          # a server of another protocol
-        if not server.master:
-            super().on_registry_event(event, server)
-        if event == "listed":
-            title = quake3_title(server.game, gamename)
-            self.registry.set_game_title(server, title)
-
-    # Questions from players' programs
-
-    def render_answer_function(self, servers):
-        """Return answer(question), a function that answers Quake3Questions about these servers.
-
-        It returns a list of packets, and caches the latest QUAKE3_MAX_CACHED_ANSWERS answers."""
-        entries_by_game = self.group_entries(servers)
-
-        @functools.lru_cache(QUAKE3_MAX_CACHED_ANSWERS)
-        def answer(question):
-            no_entries = ()
-            key = question.gamename, question.protocol
-            return render_quake3_packets(question, entries_by_game.get(key, no_entries))
-
-        return answer
-
-    def group_entries(self, servers):
-        """Return lists of Quake3Entry records, in a dict by (gamename, protocol).
-
-        Servers of games outside the Quake III family are left out. A server is in several lists if
-        it also answers questions that name no game."""
-        family = [server for server in servers if self.serves(server)]
-        entries_by_game = collections.defaultdict(list)
-        for entry in cached_entries(family, "quake3", self.render_entry):
-            for gamename in entry.gamenames:
-                entries_by_game[gamename, entry.protocol].append(entry)
-        return entries_by_game
-
-    def render_entry(self, server):
-        """Return the Quake3Entry of a server, which cached_entries() keeps until it changes."""
-        return render_quake3_entry(server, self.tag_gamenames)
-
-    def answer_question(self, words, source, now):
-        """Return the packets that answer a question from the address `source`.
-
-        `words` are the bytes of the packet, split at white space. Raise Malformed if they are not
-        a question, and Limited if a limit forbids an answer."""
-        question = parse_quake3_question(words)
-        # datagram() would refuse to send the answer, so do not spend time on rendering it
-        if self.rules.surplus_is_spent("quake3", source, now):
-            raise Limited
-        tokens = self.rules.request_tokens(QUAKE3_QUESTION_TOKENS)
-        if not self.rules.udp_request_limiter.allow(source, now, tokens):
-            raise Limited
-        answer = self.answer_function.get(now)
-        return answer(question)
-
-    # All datagrams
+    # Datagrams
 
     def datagram(self, data, peer, now):
-        """Handle a heartbeat, an infoResponse or a question; return [(packet, peer), ...].
-
-        Raise Limited if the answer would exceed a limit. Raise Malformed for any other datagram,
-        after recording the reason for /check."""
-        # The peer of an IPv6 socket has two further items, which are not used
-        endpoint = peer[:2]
-        source, port = endpoint
-        try:
-            packets = self.answer_packet(data, endpoint, now)
-        except Malformed as error:
-            self.record_outcome(source, port, "bad packet", now, str(error))
-            raise
+        if data.startswith(QUAKE3_INFO):
+            self.accept_info(data, peer, now)
+            return []
+        command, *words = data.split() or [b""]
+        if command == QUAKE3_HEARTBEAT and len(words) == 1:
+            packets = self.answer_heartbeat(words[0].decode("latin-1"), peer, now)
+        else:
+            packets = self.answer_question(command, words, peer, now)
+        source, *_ = peer
         surplus_bytes = sum(map(len, packets)) - len(data)
-        if not self.rules.allow_surplus("quake3", source, surplus_bytes, now):
+        if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
         return [(packet, peer) for packet in packets]
 
-    def answer_packet(self, data, endpoint, now):
-        """Return the list of packets that answer this one, empty if there is no answer.
+    def answer_heartbeat(self, tag, peer, now):
+        """Return [getinfo] for a server, or [] if it is not to be asked now.
 
-        `endpoint` is the (address, port) that it comes from. Raise Limited if a limit forbids the
-        answer, and Malformed if this is not a heartbeat, an infoResponse or a question, or if its
-        contents are wrong."""
-        if data.startswith(QUAKE3_INFO):
-            self.accept_info(data, endpoint, now)
-            target = self.poller.find(self, *endpoint)
-            if target is not None:          # it is None if the server was refused
-                # The infoResponse proves that the server is there, as the answer to a poll would
-                target.missed_polls = 0
-            return []
-        words = data.split()
-        if len(words) == 2:
-            command, tag = words
-            if command == QUAKE3_HEARTBEAT:
-                return self.answer_heartbeat(tag.decode("latin-1"), endpoint, now)
-        source, _ = endpoint
-        return self.answer_question(words, source, now)
-
-    # Heartbeats, and the challenges that infoResponses must have
-
-    def answer_heartbeat(self, tag, endpoint, now):
-        """Return [getinfo] for the server at `endpoint`, or [] if it is not to be asked now.
-
-        A listed server is also polled at once. It is not asked if such a poll is under way. A new
-        server is not asked if it may not be listed. Raise Malformed if the tag is not known."""
+        A listed server is also polled at once. Raise Malformed if the tag is not known, and Refused
+        if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        target = self.poller.find(self, *endpoint)
-        is_listed = target is not None and self.listed_server(target) is not None
-        if is_listed:
-            # However many heartbeats arrive, a listed server is asked at most once a second
-            if self.is_last_poll(target, now):
+        source, port, *_ = peer
+        target = self.poller.find(self, source, port)
+        gamename = ""                   # a listed server has its gamename in the list
+        if target is not None and self.listed_server(target) is not None:
+            # However many heartbeats come, a listed server is asked at most once a second
+            is_being_polled = target.asked_at is not None or target.due <= now
+            if is_being_polled and target.missed == MISSED_POLLS_LIMIT - 1:
                 return []
-            polled_target = self.poller.poll_now(self, *endpoint, now)
+            self.poller.poll_now(target, now)
             # The heartbeat may have been a farewell, so a single missed poll removes the server
-            polled_target.missed_polls = MISSED_POLLS_LIMIT - 1
-            tag_gamename = ""               # a listed server has its gamename in the list
-        elif self.may_be_listed(endpoint, now):
-            tag_gamename = self.gamenames_by_tag[tag]
+            target.missed = MISSED_POLLS_LIMIT - 1
         else:
-            return []
-        challenge = self.make_challenge(tag_gamename, endpoint, now)
-        return [QUAKE3_GETINFO + challenge]
+            try:
+                self.check_newcomer(source, port, None, target)
+            except Refused as refused:
+                refused.port = port
+                raise
+            self.record(source, port, "announced", now)
+            gamename = self.gamenames_by_tag[tag]
+        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
 
-    def may_be_listed(self, endpoint, now):
-        """Return whether a new server at `endpoint`, an (address, port), may be listed.
+    @staticmethod
+    def proven_message(gamename, peer):
+        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
+        source, port, *_ = peer
+        return repr((gamename, source, port)).encode()
 
-        Record for /check that it has announced itself, or why it is refused."""
-        source, port = endpoint
-        record_outcome = self.registry.record_outcome
-        try:
-            address = self.rules.listed_address(source)
-            key = self.game, address, port
-            self.registry.check_admission(key, source)
-        except Refused as refused:
-            record_outcome(source, self.game, port, refused.outcome, now, str(refused))
-            return False
-        record_outcome(source, self.game, port, "announced", now)
-        return True
+    def accept_info(self, data, peer, now):
+        """List or refresh the server that answers a getinfo of answer_heartbeat().
 
-    def is_last_poll(self, target, now):
-        """Return whether a poll is under way that removes this target's server if it is missed.
-
-        A poll is under way if its query is open or due."""
-        if target.missed_polls != MISSED_POLLS_LIMIT - 1:
-            return False
-        has_open_query = target.asked_at is not None
-        return has_open_query or target.due <= now
-
-    def make_challenge(self, tag_gamename, endpoint, now):
-        """Return the challenge for a getinfo to this (address, port): 8 bytes of base64.
-
-        `tag_gamename` is the gamename that the heartbeat's tag stands for, or "". The MAC covers
-        it, so that verify_challenge() can tell which one it was without any stored state."""
-        message = repr((tag_gamename, endpoint)).encode()
-        mac = self.cookie.make(message, now)
-        return base64.urlsafe_b64encode(mac)
-
-    def verify_challenge(self, challenge, endpoint, now):
-        """Return the `tag_gamename` with which make_challenge() has made this challenge.
-
-        Raise Malformed if it was not made for this (address, port), or is too old."""
-        if QUAKE3_CHALLENGE.fullmatch(challenge):
+        Raise Malformed if the challenge did not go there, or is too old, or if the contents are
+        wrong."""
+        challenge, values = read_quake3_info(data)
+        mac = b""
+        with contextlib.suppress(ValueError):
             mac = base64.urlsafe_b64decode(challenge)
-            # The challenge does not say which gamename its MAC covers, so each of them is tried
-            for tag_gamename in self.tag_gamenames:
-                message = repr((tag_gamename, endpoint)).encode()
-                if self.cookie.is_valid(mac, message, now):
-                    return tag_gamename
-        raise Malformed("no infoResponse to a getinfo of the last 2 s")
-
-    # The infoResponse of a server
-
-    def accept_info(self, data, endpoint, now, poll_fields=NO_DETAILS):
-        """List or refresh the server that has sent this infoResponse from `endpoint`.
-
-        `poll_fields` are attributes of Server that the poller has measured, empty outside a poll.
-        If the server is refused, the reason is recorded for /check. Raise Malformed if the
-        challenge is wrong or the contents cannot be read."""
-        pairs = split_quake3_pairs(data)
-        challenge = pairs.get(b"challenge", b"")
-        tag_gamename = self.verify_challenge(challenge, endpoint, now)
-        # If only the challenge differs from the server's last infoResponse, the rest is not parsed
-        # again. Two of a million servers have the same 64-bit hash once in 40 million cases
-        without_challenge = data.replace(challenge, b"", 1)
-        fingerprint = hash((endpoint, without_challenge))
-        server = self.registry.by_fingerprint.get(fingerprint)
-        announces_itself = not poll_fields
-        if server is not None and server.found_at and announces_itself:
-            server = None               # until now, only another list has named this server
-        if server is None:
-            info = parse_quake3_info(pairs)
-            server = self.list_info(info, tag_gamename, endpoint, now, poll_fields)
+        # The challenge does not say which gamename its MAC covers, so each of them is tried
+        for gamename in self.anonymous_gamenames:
+            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+                break
         else:
-            self.registry.confirm(server, now)
-            if announces_itself:
-                return
-            # This deletes the fingerprint if a value has changed, so it is set again below
-            self.registry.update(server, poll_fields)
-        if server is not None:
-            self.registry.set_fingerprint(server, fingerprint)
+            raise Malformed("no infoResponse to a getinfo of the last 2 s")
+        source, port, *_ = peer
+        target = self.poller.find(self, source, port)
+        attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
+        if target is None:
+            target = self.poller.add(self, source, port, ANNOUNCED)
+        target.why = ANNOUNCED          # until now, perhaps only another list has named it
+        # This proves that the server is there, as the answer to a poll would
+        target.missed = 0
+        self.list_polled(target, attributes, now)
 
-    def list_info(self, info, tag_gamename, endpoint, now, poll_fields):
-        """List or refresh the server at `endpoint`, which has sent this Quake3Info.
+    def listed_gamename(self, target):
+        """Return the gamename of a target's server in the list, or "" if it is not listed."""
+        server = target and self.listed_server(target)
+        return server.details.get("gamename", "") if server else ""
 
-        `tag_gamename` is the one from its challenge, and `poll_fields` has further attributes of
-        Server. Return the Server, or None if it is refused. Raise Malformed if its game cannot be
-        determined."""
-        target = self.poller.find(self, *endpoint)
-        listed_server = None
-        if target is not None:
-            listed_server = self.listed_server(target)
-        gamename = self.determine_gamename(info, listed_server, tag_gamename)
-        fields = {**quake3_fields(info, gamename), **poll_fields}
-        polled_target = self.poller.keep_polling(self, *endpoint)
-        announces_itself = not poll_fields
-        if announces_itself:
-            self.poller.make_own(polled_target)
-        lifetime = self.settings["quake3.timeout"]
-        return self.list_polled(polled_target, fields, now, lifetime)
+    def question(self, target):
+        return QUAKE3_GETINFO + b"%08x" % target.nonce
 
-    def determine_gamename(self, info, listed_server, tag_gamename):
-        """Return the gamename of the server that has sent this Quake3Info.
-
-        If the infoResponse has none, the protocol number may tell it, then the list, then the
-        heartbeat's tag. `listed_server` is None if the server is not listed, and `tag_gamename` is
-        "" if the tag does not tell the game. Raise Malformed if nothing tells it."""
-        if info.gamename:
-            return info.gamename
-        protocol_gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol)
-        if protocol_gamename:
-            return protocol_gamename
-        if listed_server is not None:
-            listed_gamename = listed_server.details.get("gamename")
-            if listed_gamename:
-                return listed_gamename
-        if tag_gamename:
-            return tag_gamename
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % info.protocol)
+    def read_answer(self, target, data):
+        challenge, values = read_quake3_info(data)
+        if challenge != b"%08x" % target.nonce:
+            raise Malformed("challenge: not that of the open query")
+        # `ping` shows what the server says, even if nothing tells its game
+        otherwise = self.listed_gamename(target) if self.master else "Quake3Arena"
+        return quake3_attributes(values, otherwise)
 
     def admitted_game(self, source, fields):
-        """Return the id of the game under which a server with these attributes is listed.
-
-        `source` is the address that it sends from. Raise Refused if the settings exclude the game,
-        if its id belongs to another protocol, or if it is one new game too many."""
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        choices = self.settings["quake3.games"]
-        # The name of any section of the settings may be the id of a game. A gamename such as
-        # "iceball" must not put a server into the list of another protocol's game
-        is_id_of_another_protocol = game in section_names() or game in self.rules.games
-        if is_id_of_another_protocol or not allows_game(choices, game):
+        if not quake3_allows(self.choices, game) or game in self.other_games:
             raise Refused("game", "%a is not listed here" % gamename)
-        # The games that are named here can always be listed, even if strangers have filled the
-        # limits for new games with invented ones
-        games_of_tags = map(quake3_game_id, self.tag_gamenames)
-        named_games = {*QUAKE3_TITLES, *choices, *games_of_tags}
-        is_listed_game = game in self.registry.titles
-        if not is_listed_game and game not in named_games:
-            self.check_new_game(source, named_games)
+        if game in self.named_games or game in self.registry.titles:
+            return game
+        shares = Shares()               # of the new games, by the source of each one's first server
+        for listed_game, first_source in self.registry.title_sources.items():
+            if listed_game not in self.named_games:
+                shares.take(first_source)
+        if shares.total >= QUAKE3_MAX_NEW_GAMES:
+            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
+        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        if full and not self.rules.exempts(source):
+            raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
 
-    def check_new_game(self, source, named_games):
-        """Raise Refused if the list has no room for one more new game from the address `source`.
+    # Questions from players' programs
 
-        New games are those whose id is not in `named_games`. There is a limit for the whole list,
-        for each source and for each IPv6 network."""
-        new_games = self.registry.titles.keys() - named_games
-        if len(new_games) >= QUAKE3_MAX_NEW_GAMES:
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        if self.rules.exempts(source):
-            return
-        # For each new game, the keys of the source whose server was the first of the game
-        keys_by_new_game = {}
-        for game, first_source in self.registry.title_sources.items():
-            if game in new_games:
-                keys_by_new_game[game] = source_keys(first_source)
-        for key, source_limit in source_limits(source, QUAKE3_GAMES_PER_SOURCE):
-            limit = min(source_limit, QUAKE3_GAMES_PER_NETWORK)
-            game_count = sum(key in keys for keys in keys_by_new_game.values())
-            if game_count >= limit:
-                raise Refused("limit", "at most %d new games of one source" % limit)
+    def lists(self):
+        return {"servers": ServerList(quake3_entry, self.is_of_family, self.grouped)}
 
-    # The poller's questions
+    def is_of_family(self, server):
+        return server.room == self.game
 
-    def query(self, target):
-        """Return the getinfo that queries this target; target.asked_at is the present time."""
-        endpoint = target.address, target.server_port
-        no_tag = ""                 # a poll does not come from a heartbeat
-        challenge = self.make_challenge(no_tag, endpoint, target.asked_at)
-        return QUAKE3_GETINFO + challenge
+    def grouped(self, entries, now):
+        """Return the entries by gamename ("" for none), protocol and game type ("" for any), and a
+        dict for the answers that are made from them."""
+        groups = collections.defaultdict(list)
+        for entry in entries:
+            gamenames = [entry.gamename]
+            if entry.gamename in self.anonymous_gamenames:
+                gamenames.append("")
+            for gamename, gametype in itertools.product(gamenames, {entry.gametype, ""}):
+                groups[gamename, entry.protocol, gametype].append(entry)
+        return dict(groups), {}
 
-    def answer(self, target, data, now):
-        """Accept the infoResponse that answers a poll of this target.
+    def answer_question(self, command, words, peer, now):
+        """Return the packets that answer a question. Raise Malformed if the words are none, and
+        Limited if a limit forbids an answer."""
+        question = read_quake3_question(command, words)
+        source, *_ = peer
+        # datagram() would refuse to send the answer, so do not spend time on rendering it
+        if self.rules.surplus_is_spent(self.game, source, now):
+            raise Limited
+        # With the default of the setting, a source gets 5 answers at once, then 1 a second
+        tokens = self.rules.request_tokens(10)
+        if not self.rules.udp_request_limiter.allow(source, now, tokens):
+            raise Limited
+        groups, answers = self.rendered("servers", now)
+        group = groups.get((question.gamename, question.protocol, question.gametype))
+        if group is None:               # to keep an answer for each invented game would fill memory
+            return quake3_packets(question, ())
+        if question not in answers:
+            answers[question] = quake3_packets(question, group)
+        return answers[question]
 
-        Return b"", because nothing is sent back. Raise Malformed if `data` is not an infoResponse,
-        or has the wrong challenge or contents."""
-        if not data.startswith(QUAKE3_INFO):
-            raise Malformed("no infoResponse")
-        endpoint = target.address, target.server_port
-        poll_fields = {"ping_ms": round(target.ping_ms)}
-        self.accept_info(data, endpoint, now, poll_fields)
-        return b""
+    def fetch(self, gamename="Quake3Arena", protocol="68"):
+        """Fetch the servers with this gamename and protocol number. A list comes in several
+        datagrams, the last one with a mark."""
+        question = QUAKE3_GETSERVERS_EXT + (" %s %s empty full" % (gamename, protocol)).encode()
+        data = None
+        for _ in range(3):              # a datagram may be lost
+            if data is None:
+                data = yield Send(question, 2.0)
+        servers = []
+        wait_s = LIST_S                 # for all further datagrams together
+        while data is not None:
+            more_servers, is_last = read_quake3_packet(data)
+            servers += more_servers
+            if is_last:
+                return servers
+            if len(servers) > LIST_SERVERS:
+                raise Malformed("more than %d servers" % LIST_SERVERS)
+            data = yield Send(wait_s=wait_s)
+            wait_s = None
+        raise TimeoutError("timed out: the end of the list did not come")
+
+    # Pages
+
+    def mode_text(self, server):
+        if server.game in QUAKE3_MODE_GAMES:
+            return QUAKE3_MODES.get(server.mode, server.mode)
+        return server.mode
 
 
 # --- Luanti --------------------------------------------------------------------------------------
@@ -11491,7 +11193,7 @@ class Web(TcpProtocol):
         All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
         titles = collections.ChainMap(
-            self.registry.titles, {**GAME_TITLES, **settings["games"]})
+            {**GAME_TITLES, **settings["games"]}, self.registry.titles)
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"],
@@ -12834,11 +12536,11 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3)
 
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
-    *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+    *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS = {game.game: game for game in GAMES}
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 GAME_TITLES = {}
@@ -14015,9 +13717,8 @@ class News:
             # The server may come back with many players, but that is not news
             self.below_threshold.discard(key)
             return
-        # A framed AIO server is listed before it is queried, and its players are not known then
-        if server.game == "aio" and not (
-                server.aio_published_name or server.version or server.max_players):
+        room = ROOMS.get(server.room)
+        if room and not room.knows_players(server):
             return
         if server.players < self.settings["notify.players"]:
             self.below_threshold.add(key)
@@ -15072,16 +14773,9 @@ FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its 
 JSON_VALUE_CHARACTERS = 1 << 17
 JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
 LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-AIO_TEXT_S = 3.0                    # masters that speak the text dialect answer at once
-AIO_LIST_BYTES = 3 + 65535 * 258    # the longest list in one frame
 HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
 HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-AIO_TEXT_LIST_REQUEST = b"12#%\n"
 ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
-QUAKE3_LIST_HEADS = (b"\xff\xff\xff\xffgetserversExtResponse",
-                     b"\xff\xff\xff\xffgetserversResponse")
-# The size of a server's address in a list, by the byte that precedes it
-QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
 PORT_BYTES = 2
 
 
@@ -15244,170 +14938,6 @@ def list_hyperbol(host, port):
     return servers
 
 
-def list_aio(host, port):
-    """Return the servers that an AIO master lists.
-
-    The text dialect is tried first, because its list has names. A master that does not speak it
-    waits for more data or closes the connection. Then the framed dialect is tried. Raise Malformed
-    if neither gives a list."""
-    try:
-        return list_aio_text(host, port)
-    except (socket.timeout, ConnectionResetError, Malformed) as error:
-        text_error = error_text(error)
-    try:
-        return list_aio_framed(host, port)
-    except (OSError, Malformed) as error:
-        raise Malformed("no list as text (%s), and none in frames (%s)" % (
-            text_error, error_text(error))) from None
-
-
-def list_aio_text(host, port):
-    """Return the servers that an AIO master lists in the text dialect."""
-    with socket.create_connection((host, port), AIO_TEXT_S) as sock:
-        fields = tcp_ask(sock, AIO_TEXT_LIST_REQUEST, aio_text_fields)
-    return aio_text_entries(fields)
-
-
-def aio_text_fields(data):
-    """Return the bytes of the servers in a text list: those between `12#` and the final `#%`.
-
-    Greetings, which are other numbered messages, may precede the list. Return None if the list is
-    not complete yet."""
-    start = re.search(rb"(?:^|[%\0\r\n])12#", data)
-    if not start or not data.endswith(b"#%"):
-        return None
-    return data[start.end():-len(b"#%")]
-
-
-def aio_text_entries(data):
-    """Return the servers in a text list as dicts.
-
-        name#description#address#port { #name#description#address#port }*
-
-    Raise Malformed if there are too many servers, or if a port is not a number."""
-    if data.count(b"#") >= 4 * LIST_SERVERS:
-        raise Malformed("more than %d servers" % LIST_SERVERS)
-    fields = data.decode("utf-8", "replace").split("#")
-    servers = []
-    for start in range(0, len(fields) - 3, 4):
-        server_fields = [aio_unescape(field) for field in fields[start:start + 4]]
-        name, description, address, port_text = server_fields
-        if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > 65535:
-            raise Malformed("port: %a" % port_text)
-        # In the document, an empty list has this as its only entry
-        if name.startswith("No servers currently online"):
-            continue
-        servers.append({"name": name, "description": description, "address": address,
-                        "port": int(port_text)})
-    return servers
-
-
-def aio_unescape(field):
-    """Return the text of a field in a text list, safe to show, with its escapes replaced."""
-    text = field.replace("<num>", "#").replace("<percent>", "%")
-    return clean(text, TEXT_CHARACTERS)
-
-
-def list_aio_framed(host, port):
-    """Return the servers that an AIO master lists in the framed dialect."""
-    with socket.create_connection((host, port), FETCH_S) as sock:
-        payload = tcp_ask(sock, aio_frame(AIO_LIST), payload_after_greeting)
-    return aio_framed_entries(payload)
-
-
-def payload_after_greeting(data):
-    """Return the payload of the frame that follows a framed master's greeting.
-
-    Return None if the frame is not complete yet."""
-    unframed = aio_unframe(data[len(AIO_CONNECTED):], AIO_LIST_BYTES)
-    if unframed is None:
-        return None
-    payload, _ = unframed
-    return payload
-
-
-def aio_framed_entries(payload):
-    """Return the servers in the payload of a framed list, as dicts.
-
-        02 count.u16 { length.u8 address[length] port.u16 }*        to the payload's end
-
-    Raise Malformed if the payload is not a list, or is truncated."""
-    if payload[:1] != AIO_LIST:
-        raise Malformed("type: not a list")
-    servers = []
-    count_bytes = 2                     # the count itself is redundant, and skipped
-    offset = len(AIO_LIST) + count_bytes
-    while offset < len(payload):
-        address_start = offset + 1
-        address_end = address_start + payload[offset]
-        offset = address_end + PORT_BYTES
-        if len(payload) < offset:
-            raise Malformed("a list that is cut off")
-        address = payload[address_start:address_end].decode("ascii", "replace")
-        port = int.from_bytes(payload[address_end:offset], "little")
-        servers.append({"address": clean(address), "port": port})
-    return servers
-
-
-def list_quake3(host, port, gamename, protocol):
-    """Return the servers that a Quake III master lists for a gamename and a protocol number.
-
-    The list comes in several datagrams. Raise TimeoutError if its end does not come."""
-    question = "\xff\xff\xff\xffgetserversExt %s %d empty full" % (gamename, protocol)
-    deadline = time.monotonic() + ASK_TOTAL_S
-    with udp_socket(host, port) as sock:
-        first_part, _ = udp_ask(sock, question.encode("latin-1"), quake3_list_part)
-        servers, is_complete = first_part
-        while not is_complete:
-            check_deadline(deadline)
-            try:
-                more_servers, is_complete = quake3_list_part(sock.recv(MAX_DATAGRAM_BYTES))
-            except socket.timeout:
-                raise TimeoutError("timed out: the end of the list did not come") from None
-            servers += more_servers
-            if len(servers) > LIST_SERVERS:
-                raise Malformed("more than %d servers" % LIST_SERVERS)
-    return servers
-
-
-def quake3_list_part(data):
-    r"""Return the servers in one datagram of a list, as dicts, and whether it is the last datagram.
-
-        ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
-        \ "EOT" 000000                      this only at the end of the last datagram
-
-    Numbers are in network byte order. The answer to `getservers` begins with "getserversResponse"
-    and has only IPv4 addresses. Raise Malformed if the datagram is truncated or has another
-    format."""
-    servers = []
-    offset = quake3_list_start(data)
-    while offset < len(data) and data[offset:] != QUAKE3_END:
-        separator = data[offset:offset + 1]
-        address_bytes = QUAKE3_ADDRESS_BYTES.get(separator)
-        if address_bytes is None:
-            raise Malformed("a server begins with \\ or /, not with %a" % separator)
-        address_start = offset + 1
-        address_end = address_start + address_bytes
-        offset = address_end + PORT_BYTES
-        if len(data) < offset:
-            raise Malformed("a list that is cut off")
-        address = ipaddress.ip_address(data[address_start:address_end])
-        port = int.from_bytes(data[address_end:offset], "big")
-        servers.append({"address": str(address), "port": port})
-    is_last = offset < len(data)
-    return servers, is_last
-
-
-def quake3_list_start(data):
-    """Return the offset of the first server in a datagram of a list.
-
-    Raise Malformed if the datagram does not begin as a list does."""
-    for head in QUAKE3_LIST_HEADS:
-        if data.startswith(head):
-            return len(head)
-    raise Malformed("a list begins with getserversResponse or getserversExtResponse")
-
-
 class JsonList(NamedTuple):
     """The path of a game's list in JSON, and the names of those members that differ by game."""
 
@@ -15524,8 +15054,6 @@ LISTS: Any = {
     "iceball": (list_iceball, MASTER_PORTS["iceball"]),
     "subspace": (list_subspace, MASTER_PORTS["subspace"]),
     "hyperbol": (list_hyperbol, MASTER_PORTS["hyperbol"]),
-    "aio": (list_aio, MASTER_PORTS["aio"]),
-    "quake3": (list_quake3, MASTER_PORTS["quake3"]),
     "luanti": (list_luanti, MASTER_PORTS["luanti"]),
     "ddnet": (list_ddnet, MASTER_PORTS["ddnet"]),
 }
@@ -15665,22 +15193,9 @@ def look_up_names(hosts, host_addresses):
 # These functions fetch the list of an Upstream from the address of its host, and yield a
 # FoundServer for each entry. Its address is not checked yet, and may be a host name
 
-def found_in_quake3_list(upstream, address):
-    """Yield the FoundServers in the list of a Quake III master."""
-    protocol = int(upstream.protocol)
-    entries = list_quake3(address, upstream.port, upstream.gamename, protocol)
-    return found_addresses(upstream, entries)
-
-
 def found_in_hyperbol_list(upstream, address):
     """Yield the FoundServers in the list of a Hyperbol master."""
     return found_addresses(upstream, list_hyperbol(address, upstream.port))
-
-
-def found_in_aio_list(upstream, address):
-    """Yield the FoundServers in the framed list of an AIO master. Only servers of the framed
-    dialect answer queries, so the list in text would not add any."""
-    return found_addresses(upstream, list_aio_framed(address, upstream.port))
 
 
 def found_addresses(upstream, entries):
@@ -15729,10 +15244,8 @@ def found_luanti_server(upstream, entry):
 
 
 FOUND_LISTS = {
-    "quake3": found_in_quake3_list,
     "hyperbol": found_in_hyperbol_list,
     "subspace": found_in_subspace_list,
-    "aio": found_in_aio_list,
     "luanti": found_in_luanti_list,
 }
 
@@ -16580,9 +16093,6 @@ ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
 # apart, and a burst begins every 40 s
 ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
 SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
-# Deployed AIO servers send a keepalive every 20 to 40 s, and the master answers each of them
-AIO_KEEPALIVE_EVERY_S = 30.0
-AIO_MASTER_BYTES = 4096             # a master's message has 20 bytes; with a reason perhaps 200
 # A refused server is announced again after this time, as Iceball's game servers do. By HTTP it is
 # announced again after RETRY_MAX_S
 REFUSED_S = 1800.0
@@ -16598,11 +16108,6 @@ ZONE_NAME_BYTES, ARENA_NAME_BYTES = 31, 15
 ZONE_ANNOUNCED_DESCRIPTION_BYTES = 385
 HYPERBOL_NAME_BYTES, HYPERBOL_MODE_BYTES, HYPERBOL_MAP_BYTES = 31, 31, 63
 HYPERBOL_VERSION_BYTES = 15
-
-AIO_TEXT_CONFIRMATION = b"SUCCESS#13#%"
-AIO_FRAMED_QUERY = b"\0"
-AIO_FRAMED_CONFIRMATION = AIO_DONE + AIO_PUBLISH_PORT
-AIO_FRAMED_REFUSAL = AIO_REFUSED + AIO_PUBLISH_PORT
 
 
 class Announcer:
@@ -16772,119 +16277,6 @@ class SubSpaceAnnouncer(Announcer):
         return build_ping_answer(data, total, playing, [(arena, total, playing)])
 
 
-class AioAnnouncer(Announcer):
-    """Announces an AIO server in the text dialect, over a connection that is kept open.
-
-    In this dialect a master that refuses a server does not say so. The reason may end later, so the
-    server is published again with each keepalive. The number of players is a part of the name, as
-    it is with the game's own servers."""
-
-    transport = "tcp"
-    master_port = 27011
-    keepalive = b"KEEPALIVE#%\n"
-
-    def opened(self, now):
-        """Return the first bytes of a new connection: they publish the server."""
-        self.buffer = b""
-        # Since the last keepalive, has the master sent anything, and has it confirmed the server?
-        self.is_heard = False
-        self.is_confirmed = False
-        self.due = now + AIO_KEEPALIVE_EVERY_S
-        return self.publication()
-
-    def announce(self, now):
-        """Return a keepalive and the message that publishes the server.
-
-        Raise ConnectionError if the master has sent nothing since the last keepalive."""
-        if not self.is_heard:
-            raise ConnectionError("the master has fallen silent")
-        if not self.is_confirmed:
-            self.set_state("the master does not confirm it; has it banned this address, "
-                           "refused the name, or run out of room?")
-        self.is_heard = False
-        self.is_confirmed = False
-        self.due = now + AIO_KEEPALIVE_EVERY_S
-        return self.keepalive + self.publication()
-
-    def publication(self):
-        """Return the message that publishes the server: 13#NAME#DESCRIPTION#PORT#%, newline."""
-        server = self.server
-        name = server.name
-        if server.players or server.max_players:
-            name += " [%d/%d]" % (server.players, server.max_players)
-        message = "13#%s#%s#%d#%%\n" % (
-            self.escaped(name), self.escaped(server.description), server.port)
-        return message.encode("utf-8")
-
-    @staticmethod
-    def escaped(text):
-        """Return a text without characters that have a meaning in this dialect.
-
-        A "#" separates fields, and a "%" at the beginning of a field ends the message."""
-        return text.replace("#", "<num>").lstrip("%")
-
-    def receive(self, data, now):
-        """Look for the master's confirmation in the data. Return b"", because none is answered."""
-        self.is_heard = True
-        received = self.buffer + data
-        # The confirmation may come in pieces, so the bytes that may be its beginning are kept
-        self.buffer = received[1 - len(AIO_TEXT_CONFIRMATION):]
-        if AIO_TEXT_CONFIRMATION in received:
-            self.is_confirmed = True
-            self.on_accepted("announced")
-        return b""
-
-
-class FramedAioAnnouncer(AioAnnouncer):
-    """Announces an AIO server in the framed dialect, over a connection that is kept open.
-
-    The announcement has only the port. Masters query that port by UDP for everything else."""
-
-    query_offset = 0
-    keepalive = aio_frame(AIO_KEEPALIVE)
-
-    def publication(self):
-        """Return the frame that publishes the server's port."""
-        return aio_frame(AIO_PUBLISH_PORT + struct.pack("<H", self.server.port))
-
-    def receive(self, data, now):
-        """Read all complete frames. Return b"", because none of them is answered.
-
-        Raise MasterRefused if one of them is a refusal, and Malformed if one cannot be read."""
-        self.is_heard = True
-        self.buffer += data
-        while True:
-            unframed = aio_unframe(self.buffer, AIO_MASTER_BYTES)
-            if unframed is None:
-                return b""
-            payload, self.buffer = unframed
-            self.receive_message(payload)
-
-    def receive_message(self, payload):
-        """Read the payload of one frame. Raise MasterRefused if it is a refusal.
-
-        Only confirmations and refusals of the publication matter; other payloads are ignored."""
-        if payload.startswith(AIO_FRAMED_CONFIRMATION):
-            self.is_confirmed = True
-            self.on_accepted("announced")
-        elif payload.startswith(AIO_FRAMED_REFUSAL):
-            reason, _ = split_string16(payload[len(AIO_FRAMED_REFUSAL):])
-            raise MasterRefused("refused: " + reason.decode("utf-8", "replace"))
-
-    def answer(self, data):
-        """Return the answer to a query, which is one byte 00. Raise Malformed for other data."""
-        if data != AIO_FRAMED_QUERY:
-            raise Malformed("a query is the one byte 00")
-        server = self.server
-        version = 0
-        if server.version.isdecimal():
-            version = clamp(int(server.version))
-        name = aio_string16(server.name.encode("utf-8"))
-        description = aio_string16(server.description.encode("utf-8"))
-        numbers = struct.pack("<IIH", server.players, server.max_players, version)
-        return zlib.compress(b"\0" + name + description + numbers)
-
-
 class HttpAnnouncer(Announcer):
     """Announces a server of any game by POST /announce.
 
@@ -16970,8 +16362,6 @@ ANNOUNCERS = {
     "iceball": IceballAnnouncer,
     "subspace": SubSpaceAnnouncer,
     "hyperbol": HyperbolAnnouncer,
-    "aio text": AioAnnouncer,
-    "aio framed": FramedAioAnnouncer,
 }
 
 
@@ -17388,31 +16778,6 @@ def ping_hyperbol(host, port, tries=ASK_TRIES):
     return udp_ping(host, port, question, read_answer, tries)
 
 
-def ping_aio(host, port):
-    """Query a framed AIO server, and return the fields of its answer and its ping."""
-    return udp_ping(host, port, AIO_FRAMED_QUERY, read_aio_info)
-
-
-def read_aio_info(data):
-    """Return the fields of a framed AIO server's answer. Raise Malformed for other data."""
-    return aio_info(data)._asdict()
-
-
-def ping_quake3(host, port):
-    """Query a Quake III server, and return the fields of its answer and its ping."""
-    return udp_ping(host, port, QUAKE3_GETINFO + b"challenge", read_quake3_info)
-
-
-def read_quake3_info(data):
-    """Return the fields of an infoResponse. Raise Malformed for any other datagram."""
-    info = parse_quake3_info(split_quake3_pairs(data))
-    gamename = info.gamename
-    if not gamename:
-        # A server that does not send its gamename is known by its protocol number
-        gamename = QUAKE3_GAME_OF_PROTOCOL.get(info.protocol, "Quake3Arena")
-    return quake3_fields(info, gamename)
-
-
 def ping_luanti(host, port):
     """Query a Luanti server, and return its ping. Its answer tells nothing else."""
     with udp_socket(host, port) as sock:
@@ -17424,8 +16789,6 @@ def ping_luanti(host, port):
 PINGS = {
     "subspace": ping_subspace,
     "hyperbol": ping_hyperbol,
-    "aio": ping_aio,
-    "quake3": ping_quake3,
     "luanti": ping_luanti,
 }
 
