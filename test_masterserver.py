@@ -11546,39 +11546,32 @@ class SavedListTest(unittest.TestCase):
             return [port for port, in db.execute(
                 "SELECT port FROM server JOIN listed ON id = server ORDER BY port")]
 
-    def failing(self, saved: ms.SavedList, error: Any) -> Any:
-        return mock.patch.object(saved.database, "save", side_effect=error)
-
     # A restart
 
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
+        """Lifetimes begin with it."""
         told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
                     max_players=8, playing=2, description="a text", flavor=5,
                     verified="handshake", details={"mod": "x"})
         saved = self.start()
         self.hear(saved, 1, **told)
-        self.hear(saved, 2, game="aio", address="2001:db8::1", lifetime=math.inf)
-        saved.registry.list_or_refresh(("iceball", "203.0.113.8", 3), "192.168.1.5", 0.0, 120.0, {})
-        saved = self.restart(saved, T0 + 60)
+        self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf)
+        self.hear(saved, 3, game="aio", address="2001:db8::1", verified="connection",
+                  lifetime=math.inf)
+        saved.registry.list_or_refresh(("iceball", "203.0.113.8", 4), "192.168.1.5", 0.0, 120.0,
+                                       {"verified": "self-reported"})
+        saved = self.restart(saved, T0 + 600)
         found = {server.port: server for server in saved.registry.servers()}
         self.assertEqual({port: (server.game, server.address, server.source, server.confirmed)
                           for port, server in found.items()},
                          {1: ("iceball", "203.0.113.9", "203.0.113.9", False),
-                          2: ("aio", "2001:db8::1", "2001:db8::1", False),
-                          3: ("iceball", "203.0.113.8", "192.168.1.5", False)})
+                          2: ("hyperbol", "203.0.113.9", "203.0.113.9", False),
+                          3: ("aio", "2001:db8::1", "2001:db8::1", False),
+                          4: ("iceball", "203.0.113.8", "192.168.1.5", False)})
         self.assertEqual({name: getattr(found[1], name) for name in told}, told)
         self.assertEqual((found[2].name, found[2].playing, found[2].details), ("", None, {}))
-        self.assertEqual((found[1].first_seen, found[1].last_seen), (940.0, 940.0))
-
-    def test_lifetimes_after_a_restart(self) -> None:
-        """They begin with it."""
-        saved = self.start()
-        for port, (game, verified, lifetime) in enumerate((
-                ("iceball", "handshake", 120.0), ("hyperbol", "query", math.inf),
-                ("aio", "connection", math.inf), ("aio", "self-reported", math.inf)), 1):
-            self.hear(saved, port, game=game, verified=verified, lifetime=lifetime)
-        saved = self.restart(saved, T0 + 600)
-        for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2]), (1119.9, [1, 2]),
+        self.assertEqual((found[1].first_seen, found[1].last_seen), (400.0, 400.0))
+        for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2, 4]), (1119.9, [1, 2, 4]),
                               (1120.1, [2]), (9e9, [2])):
             saved.registry.expire(now)
             self.assertEqual(self.ports(saved), expected, now)
@@ -11692,36 +11685,39 @@ class SavedListTest(unittest.TestCase):
     # While it serves
 
     def test_a_batch_is_what_is_new(self) -> None:
+        """Everybody once a minute, with the sum of the game."""
         saved = self.start()
         registry = saved.registry
         one, two, three = (self.hear(saved, port, players=port) for port in (1, 2, 3))
-        with mock.patch.object(saved.database, "save", wraps=saved.database.save) as save, \
-                mock.patch.object(saved.database, "add_samples",
-                                  wraps=saved.database.add_samples) as sample:
-            def saves(now: float) -> Any:
-                """The ports of the rows, of those gone, and the sample."""
-                save.reset_mock(), sample.reset_mock()
-                saved.tick(now, T0 + now)
-                if not save.called:
-                    return None
-                rows, gone = save.call_args[0]
-                players = sample.call_args[0][1] if sample.called else ()
-                return (sorted(row[2] for row in rows), sorted(key[2] for key in gone),
-                        {port or address: count for _, address, port, count in players})
-            # Everybody once a minute, with the sum of the game
-            self.assertEqual(saves(0.0), ([1, 2, 3], [], {"": 6, 1: 1, 2: 2, 3: 3}))
-            self.assertIsNone(saves(1.0))
-            registry.confirm(one, 2.0)
-            self.assertIsNone(saves(2.0))
+
+        def change():
             registry.update(two, {"players": 5})
             registry.remove_own(three)
             self.hear(saved, 4)
-            self.assertEqual(saves(3.0), ([2, 4], [3], {}))
-            registry.update(two, {"responding": False})
-            self.assertEqual(saves(60.0), ([1, 2, 4], [], {"": 1, 1: 1, 4: 0}))
+
+        def everybody_leaves():
             for server in registry.servers():
                 registry.remove_own(server)
-            self.assertEqual(saves(61.0), ([], [1, 2, 4], {}))
+
+        for now, event, wanted in (
+                (0.0, lambda: None, ([1, 2, 3], [], {"": 6, 1: 1, 2: 2, 3: 3})),
+                (1.0, lambda: None, None), (2.0, lambda: registry.confirm(one, 2.0), None),
+                (3.0, change, ([2, 4], [3], {})),
+                (60.0, lambda: registry.update(two, {"responding": False}),
+                 ([1, 2, 4], [], {"": 1, 1: 1, 4: 0})),
+                (61.0, everybody_leaves, ([], [1, 2, 4], {}))):
+            event()
+            with mock.patch.object(saved.database, "save", wraps=saved.database.save) as save, \
+                    mock.patch.object(saved.database, "add_samples",
+                                      wraps=saved.database.add_samples) as sample:
+                saved.tick(now, T0 + now)
+            batch = None
+            if save.called:
+                rows, gone = save.call_args[0]
+                players = sample.call_args[0][1] if sample.called else ()
+                batch = (sorted(row.port for row in rows), sorted(port for _, _, port in gone),
+                         {port or address: count for _, address, port, count in players})
+            self.assertEqual(batch, wanted, now)
         self.assertEqual(saved.database.known(*one.key)[:2], (T0, T0 + 2.0))
 
     def test_sparklines_come_with_the_samples(self) -> None:
@@ -11759,7 +11755,8 @@ class SavedListTest(unittest.TestCase):
             saved.tick(0.0, T0)
             saved.registry.remove_own(gone)
             self.hear(saved, 2, players=2)
-            with self.failing(saved, error), self.assertLogs("masterserver", "ERROR") as logged:
+            with mock.patch.object(saved.database, "save", side_effect=error), \
+                    self.assertLogs("masterserver", "ERROR") as logged:
                 for second in (61, 62, 63):
                     saved.tick(float(second), T0 + second)
                     self.hear(saved, second)
@@ -11773,9 +11770,9 @@ class SavedListTest(unittest.TestCase):
 
     def test_while_the_disk_takes_nothing_little_piles_up(self) -> None:
         saved = self.start()
-        with mock.patch.object(ms, "ALTERED_SERVERS", 50), mock.patch.object(ms.log, "error"), \
-                self.failing(saved, sqlite3.OperationalError("full")):
-            for number in range(400):
+        full = mock.patch.object(saved.database, "save", side_effect=sqlite3.OperationalError)
+        with mock.patch.object(ms, "ALTERED_SERVERS", 50), mock.patch.object(ms.log, "error"), full:
+            for number in range(40):
                 for port in range(1, 41):
                     saved.registry.remove_own(self.hear(saved, 40 * number + port))
                 saved.tick(float(number), T0 + number)
