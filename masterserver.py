@@ -9570,15 +9570,6 @@ $listed</ul>
 $findings</section>
 """
 
-FINDING = """\
-<li><h3>$outcome</h3>
-<p>$todo</p>
-$arrival"""
-
-ARRIVAL = """\
-<p class="from">$when · $protocol from <code>$peer</code></p>
-"""
-
 NOTHING_ARRIVED = """\
 <p>Nothing has arrived from $endpoint lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
@@ -10091,17 +10082,15 @@ const lastParts = new Map();
 const number = n => n.toLocaleString('en');
 
 function statusText() {
-  if (failed)
-    return failed + ' This ' + (table ? 'list' : 'page') + ' is from '
-      + new Date(lastAnswer).toLocaleString() + '.';
+  const age = new Date(lastAnswer).toLocaleString();
+  if (failed) return `${failed} This ${table ? 'list' : 'page'} is from ${age}.`;
   if (!table) return '';
   const visible = order.filter(row => !row.hidden).length;
   const total = Math.max(+table.dataset.total, order.length);
-  if (total > order.length)
-    return number(visible) + ' of ' + number(total)
-      + ' servers. Search by name to find the others.';
+  const shown = `${number(visible)} of ${number(total)} servers`;
+  if (total > order.length) return shown + '. Search by name to find the others.';
   if (!visible) return table.hidden ? '' : 'No server matches.';
-  if (visible < total) return number(visible) + ' of ' + number(total) + ' servers shown';
+  if (visible < total) return shown + ' shown';
   return number(total) + (total === 1 ? ' server' : ' servers');
 }
 
@@ -10715,25 +10704,16 @@ def render_server_page(context, server, is_listed, history, base, wall):
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
                              seen=seen, link=server_link(server, "/check"))
         about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
-    facts = [
-        ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
-    ]
-    if is_listed:
-        facts += server_facts(server)
     if series:
-        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
         tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
                 for choice in SPANS]
         players_chart = fill_template(HISTORY, tabs=tabs, chart=render_chart(series, wall))
-    facts.append(("First seen", time_tag(server.first_seen, wall)))
-    facts.append(("Last seen", time_tag(server.last_seen, wall)))
-    fact_pieces = []
-    for fact, value in facts:
+    facts = []
+    for fact, value in server_facts(context, server, is_listed, history, wall):
         if value:
             # Descriptions are long, so they take the whole width
             width = Html(' class="wide"') if fact == "Description" else ""
-            fact_pieces.append(fill_template(
+            facts.append(fill_template(
                 '<div$width><dt>$name</dt><dd>$value</dd></div>\n',
                 width=width, name=fact, value=value))
     main = fill_template(
@@ -10747,39 +10727,48 @@ def render_server_page(context, server, is_listed, history, base, wall):
         image=server_link(server, "/banner.svg"),
         base=base,
         address=address,
-        facts=fact_pieces)
+        facts=facts)
     return render_page(context, name, about=about, path=link, main=main)
 
 
-def server_facts(server):
-    """Return the facts that only a listed server has, as (name, value) pairs.
+def server_facts(context, server, is_listed, history, wall):
+    """Return the facts about a server as (name, value) pairs, for render_server_page().
 
     A value is empty if the server has not announced it."""
-    players = str(server.players)
-    if server.max_players:
-        players += " of %d" % server.max_players
-    if server.playing is not None:
-        players += ", %d of them playing" % server.playing
+    span, series = history
+    address = endpoint_text(server.address, server.port)
     facts = [
-        ("Players", players),
-        ("Mode", mode_text(server)),
-        ("Map", server.map),
-        ("Version", server.version),
-        ("Country", country_name(server.country)),
-        ("Description", server.description),
-        ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
-        ("Verified", VERIFIED[server.verified]),
-        ("Found at", server.found_at),
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
     ]
-    for key, value in server.details.items():
-        if key not in HIDDEN_DETAILS:
-            facts.append((key.replace("_", " ").capitalize(), value))
-    game_facts = GAME_FACTS.get(server.game)
-    if game_facts:
-        facts += game_facts(server)
-    player_names = PLAYER_NAMES.get(server.game)
-    if player_names:
-        facts.append(("Players online", ", ".join(player_names(server))))
+    if is_listed:
+        players = str(server.players)
+        if server.max_players:
+            players += " of %d" % server.max_players
+        if server.playing is not None:
+            players += ", %d of them playing" % server.playing
+        facts += [
+            ("Players", players),
+            ("Mode", mode_text(server)),
+            ("Map", server.map),
+            ("Version", server.version),
+            ("Country", country_name(server.country)),
+            ("Description", server.description),
+            ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
+            ("Verified", VERIFIED[server.verified]),
+            ("Found at", server.found_at),
+        ]
+        for key, value in server.details.items():
+            if key not in HIDDEN_DETAILS:
+                facts.append((key.replace("_", " ").capitalize(), value))
+        if server.game in GAME_FACTS:
+            facts += GAME_FACTS[server.game](server)
+        if server.game in PLAYER_NAMES:
+            facts.append(("Players online", ", ".join(PLAYER_NAMES[server.game](server))))
+    if series:
+        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
@@ -10802,7 +10791,7 @@ def uptime_text(series, first_seen):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` are filled FINDING templates. `listed` has the servers at
+    `port` is 0 for all ports. `findings` are from finding(). `listed` has the servers at
     that address that are listed now; their times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
@@ -12596,7 +12585,7 @@ def recorded_findings(web, address, port, listed, wall):
         # machine behind a public address is nobody's business
         peer = endpoint_text(address, packet_port) if packet_port else address
         arrival = fill_template(
-            ARRIVAL,
+            '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
             peer=peer)
@@ -12613,7 +12602,8 @@ def finding(outcome, detail, arrival=""):
     protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
+    return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
+                         outcome=title, todo=todo, arrival=arrival)
 
 
 # --- For the operator ----------------------------------------------------------------------------
