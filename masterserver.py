@@ -109,65 +109,43 @@ log = logging.getLogger("masterserver")
 # to change are settings (section 3). Limits of one protocol or one tool stand with it.
 # ================================================================================================
 
-# The time between two ticks of protocols, because their documents count whole seconds
-TICK_S = 1.0
-# The time between two ticks of connections. It is short because AIO's greeting is due after 1.2 s
-LOOK_S = 0.25
-# A tick that comes later than this means that the program was stopped for a time
-HELD_UP_S = 5.0
-# So many datagrams are read from one socket, in 1 ms, before the other sockets get their turn
-DRAIN_DATAGRAMS = 128
-# So many connections are accepted by one listener before the others get their turn
-ACCEPT_CONNECTIONS = 64
-# So many new connections may wait for accept(): those of half a second, if 2,000 come a second
-BACKLOG = 1024
-# Longer datagrams are truncated. The longest one in a document has 520 bytes
-MAX_DATAGRAM_BYTES = 2048
-# The system's buffer for datagrams. It holds 20,000 announcements; each takes about 800 bytes
-UDP_BUFFER_BYTES = 8 << 20
-RECV_BYTES = 65536                  # the most that is read from a connection at once
-# The system's buffer for each connection. Its default, megabytes, would hide that a reader is slow
-SEND_BUFFER_BYTES = 1 << 18
+TICK_S = 1.0                    # between ticks of protocols; their documents count whole seconds
+LOOK_S = 0.25                   # between ticks of connections; AIO's greeting is due after 1.2 s
+HELD_UP_S = 5.0                 # a tick that comes later: the program was stopped for a time
+DRAIN_DATAGRAMS = 128           # are read from a socket, in 1 ms, before the others have their turn
+ACCEPT_CONNECTIONS = 64         # are accepted by a listener before the others have their turn
+BACKLOG = 1024                  # new connections that may wait: half a second of 2,000 a second
+MAX_DATAGRAM_BYTES = 2048       # longer ones are truncated; the longest in a document has 520
+UDP_BUFFER_BYTES = 8 << 20      # the system's: 20,000 announcements, each of which takes about 800
+RECV_BYTES = 65536              # the most that is read from a connection at once
+SEND_BUFFER_BYTES = 1 << 18     # the system's; its default, megabytes, would hide a slow reader
 # After our last byte, further input of the peer is read and dropped, for a time and up to a number
 # of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-# A client that takes longer to read one answer is disconnected
-OUTPUT_TOTAL_S = 120.0
-# The output that may wait for all readers together: three lists of 50,000 servers
-OUTPUT_BYTES = 64 << 20
-# So many jobs may wait for one thread; further jobs are refused
-WORKER_JOBS = 64
-# So many host names, named by strangers, may wait to be looked up. With a slow name server each
-# look-up takes half a minute
+OUTPUT_TOTAL_S = 120.0          # a client that takes longer to read one answer is disconnected
+OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists of 50,000 servers
+WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
+# Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
-# So many game servers of one source may wait for the same look-up. If each is a Luanti server with
-# the longest announcement, those of all strangers take 80 MB
+LOOKUPS_PER_NETWORK = 4         # for an IPv6 /48, because anybody can have one
+# Game servers of one source that may wait for the same look-up. If each is a Luanti server with the
+# longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, answers that are being sent have this long to end
-STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
-# Descriptors that are kept free for listeners, the database and the log
-DESCRIPTORS_KEPT = 40
-# Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
-FAULT_RATE = 1, 20
+STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
+STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
+DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and the log
+FAULT_RATE = 1, 20              # tracebacks (a second, at once): a fault must not fill the disk
 
-# The longest name. Hyperbol's have 32 bytes, Iceball's 30, SubSpace's 32, and AIO's have no limit
-NAME_CHARACTERS = 128
-# The longest description. The longest one in a document has 386 bytes
-TEXT_CHARACTERS = 512
-# The largest number in the list with the widest field (Iceball, SubSpace: u16)
-PLAYERS_MAX = 65535
+NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
+TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
+PLAYERS_MAX = 65535             # in the list with the widest field (Iceball, SubSpace: u16)
 
-# A cookie is valid for one to two windows. Servers return it within a second
-COOKIE_WINDOW_S = 30
-# To guess one of 2**64 MACs takes six million years at 100,000 guesses a second
-COOKIE_MAC_BYTES = 8
-# Anybody can have an IPv6 /48, so all of it together may have as much as 16 single sources
-SITE_SOURCES = 16
-# The sources that one limiter remembers, in about 3 MB
-LIMITER_SOURCES = 16384
+COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
+COOKIE_MAC_BYTES = 8            # at 100,000 guesses a second, one takes six million years
+SITE_SOURCES = 16               # an IPv6 /48, which anybody can have, has as much as 16 sources
+LIMITER_SOURCES = 16384         # the sources that one limiter remembers, in about 3 MB
 # The bytes that all unproven sources together get beyond what they have sent: (a second, at once).
 # Each use of allow_surplus() has as much. It is enough for 200 lists a second, and gives an
 # attacker with forged addresses no more than 0.8 Mbit/s
@@ -178,50 +156,36 @@ ANSWERS_RATE = 1e6, 1e6
 # During a flood with its address, a game server's own packets may be lost. Then its silence counts
 # only after this many lifetimes
 FLOODED_LIFETIMES = 3
-# Changed servers that may wait for the disk: those of a full list, and as many that have left
-ALTERED_SERVERS = 100_000
-KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
-KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
-# Packets that /check can explain. With the longest details they take 3 MB
-OUTCOMES_KEPT = 4096
-# Packets of one source that are kept: two for each of the 32 servers that it may list by default
-OUTCOMES_PER_SOURCE = 64
-# Packets that are recorded per second at most, so that even in a flood the last eight seconds are
-# kept
-OUTCOMES_PER_S = 500
-OUTCOME_CHARACTERS = 200            # the longest detail: two lines on the page
+ALTERED_SERVERS = 100_000       # may wait for the disk: a full list, and as many that have left
+KNOWN_SERVERS = 60_000          # servers that have left and are remembered on disk
+KNOWN_GAMES = 1000              # games with a history; the page shows some 80 at a time
+OUTCOMES_KEPT = 4096            # packets that /check can explain, in 3 MB at most
+OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
+OUTCOMES_PER_S = 500            # the most that are recorded: a flood leaves the last eight seconds
+OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
-HTTP_LINE_BYTES = 4096              # a search for 128 Chinese characters needs 1,200
-HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
+HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
+HTTP_HEAD_BYTES = 16384         # browsers behind proxies send up to 4 kB
 # An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
 # longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# With so many, a body of that size takes 3 ms. Luanti's announcements have 27 fields, those of
-# other games have 10
-ANNOUNCED_FIELDS_MAX = 64
-HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
-# A kept connection may have no request for this long. The page sends one every 5 s
-HTTP_IDLE_S = 30.0
-# The memory for cached responses. A list of 50,000 servers is longer, and is cached by itself
-HTTP_CACHE_BYTES = 16 << 20
-# Shorter bodies are not compressed, because with their head they fit into one packet anyway
-GZIP_MIN_BYTES = 600
+ANNOUNCED_FIELDS_MAX = 64       # with so many, a body takes 3 ms; Luanti's announcements have 27
+HTTP_REQUEST_S = 10.0           # the time from a request's first byte to its last
+HTTP_IDLE_S = 30.0              # without a request on a kept connection; the page sends one in 5 s
+HTTP_CACHE_BYTES = 16 << 20     # of responses; a list of 50,000 servers is cached by itself
+GZIP_MIN_BYTES = 600            # shorter bodies fit into one packet with their head anyway
 # Longer bodies are not compressed, because that would stop the event loop for too long: this one
 # takes 60 to 200 ms. The list of 10,000 servers has 5 MB
 GZIP_MAX_BYTES = 6 << 20
-# At this level 10,000 servers, 4 MB, take 266 kB and 10 ms; at level 6 they take 222 kB and 23 ms
-GZIP_LEVEL = 3
-# The shortest time between two renderings of a long list, however many clients ask for it
-RENDER_S = 1.0
-# A short list may be rendered again sooner: after this much time per server in it
-RENDER_SERVER_S = 0.0001
-# Browsers and proxies may keep a response for this long. The page asks for a new one as often
-CACHE_S = 5
+GZIP_LEVEL = 3                  # 4 MB become 266 kB in 10 ms; at level 6, 222 kB in 23 ms
+RENDER_S = 1.0                  # between two renderings of a long list, however many ask for it
+RENDER_SERVER_S = 0.0001        # for each server in a short list, which is rendered again sooner
+CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
 # That takes 8 ms, or 40 ms if the file is made to take long
 COUNTRY_LOOKUPS = 250
-PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
-CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
+PAGE_ROWS = 2000                # the servers on one page; a search finds the others
+CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
