@@ -13329,8 +13329,10 @@ class TlsSocket:
                 if not (self.received.pending or self.tls.pending()):
                     break
                 piece = self.tls.read(self.READ_BYTES)
-            if not data:
-                return b""
+            if not piece:               # a close_notify
+                # The next call returns the end, if data came before it. The selector now reports it
+                self.sock.shutdown(socket.SHUT_RD)
+                return data
         except ssl.SSLWantReadError:
             pass
         except (ssl.SSLError, RuntimeError) as error:       # PyPy's, if OpenSSL has no text for it
