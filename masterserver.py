@@ -12908,10 +12908,8 @@ class MessageVector:
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
     def make_arrays(self):
-        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in.
-
-        Each mmsghdr points to the iovec and the sockaddr_in at the same position, and each iovec
-        points to its MAX_DATAGRAM_BYTES of `data`."""
+        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in. The
+        structs at the same position belong together."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
@@ -12928,7 +12926,6 @@ class MessageVector:
 
     @staticmethod
     def read_sockaddr(sockaddr):
-        """Return the address and the port in a struct sockaddr_in."""
         port, address = sockaddr[2:4], sockaddr[4:8]
         return socket.inet_ntoa(address), int.from_bytes(port, "big")
 
@@ -12952,8 +12949,7 @@ class MessageVector:
         return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send a non-empty list of (data, sockaddr) pairs. Count in `tally` what was sent, and
-        what could not be sent."""
+        """Send a non-empty list of (data, sockaddr) pairs."""
         lengths = [len(data) for data, _ in answers]
         total_bytes = sum(lengths)
         count = len(answers)
@@ -12987,10 +12983,8 @@ class MessageVector:
 
 
 def log_failure(error, tally, peer, protocol_name, data):
-    """Count and log an exception that was raised while the input of a peer was handled.
-
-    Any exception but Malformed is a bug of this program and is logged with its traceback. `peer` is
-    the peer as text, `data` the input."""
+    """Count and log an exception that was raised while `data` of a peer, a text, was handled. Any
+    but Malformed is a bug of this program and is logged with its traceback."""
     if isinstance(error, Malformed):
         tally.malformed += 1
         log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
@@ -13056,10 +13050,8 @@ class UdpSocket:
             self.send(answers)
 
     def receive(self):
-        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one, on any system.
-
-        Return three lists, as MessageVector.receive() does: the data of each datagram, its peer,
-        and the address for a reply. The last two are the same list here."""
+        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one. Return three lists, as
+        MessageVector.receive() does. A reply address is a peer here."""
         packets, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
@@ -13104,9 +13096,8 @@ class TcpConnection:
     and the peer could lose the end of the answer."""
 
     def __init__(self, listener, sock, address, session):
-        """Start to read from an accepted, non-blocking socket or TlsSocket.
-
-        `listener` is the TcpListener that has accepted it, `address` the peer's address."""
+        """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
+        TlsSocket, from `address`."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
@@ -13122,8 +13113,7 @@ class TcpConnection:
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
-        """Have the selector wait for something else from now on. `events`: EVENT_READ, EVENT_WRITE
-        or NO_EVENTS."""
+        """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
         if events == self.events:
             return
         selector = self.master_server.selector
@@ -13136,10 +13126,6 @@ class TcpConnection:
         self.events = events
 
     def on_readable(self, now):
-        """Read the data that have arrived, and let the session answer them.
-
-        Close the connection if it is broken, or if the peer has ended it and nothing is left to
-        send."""
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -13172,9 +13158,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room.
-
-        An exception is logged and ends the session."""
+        has no more room. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -13218,17 +13202,13 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        """Write more of `unsent`. Once all of it is written, have the session answer the messages
-        that are left in its buffer."""
         if self.write(self.unsent, now) and not self.session.done:
             self.answer(now, self.session.receive, b"")
         else:
             self.wait_for_next(now)
 
     def wait_for_next(self, now):
-        """Decide what the connection waits for now: room for output, the session's job, or input.
-
-        If the session is done and all its output is written, the connection begins to linger."""
+        """Wait for room for output, the session's job, or input, or begin to linger."""
         session = self.session
         if self.is_closed:
             return
@@ -13249,24 +13229,21 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session.
-
-        Do nothing if the session does not wait for it any more: it has timed out during the job,
-        and has answered 503 already."""
+        """Pass the result of the session's job, or the exception that it raised, to the session,
+        unless it has timed out meanwhile and has answered 503 already."""
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
         """Close the connection if its deadline is over. Otherwise let the session send a greeting
-        that is due, or time out. This is called a few times a second."""
+        that is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
             self.answer(now, self.session.tick)
 
     def close(self, now):
-        """Close the connection at once and tell the session. A second call does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -13298,9 +13275,8 @@ class TlsSocket:
     SPARE_PER_BYTE = 32
 
     def __init__(self, sock, context):
-        """`context` is an ssl.SSLContext with a certificate."""
         self.sock = sock
-        self.context = context
+        self.context = context          # an ssl.SSLContext with a certificate
         self.fileno = sock.fileno
         self.tls: Any = None            # an ssl.SSLObject, once the peer has sent something
         self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
@@ -13310,8 +13286,8 @@ class TlsSocket:
         self.spare_bytes = self.SPARE_BYTES
 
     def recv(self, max_bytes):
-        """Return data of the peer, b"" if it has ended its side. They are at most READ_BYTES,
-        whatever `max_bytes` is. Raise NotTls if the peer does not begin with a handshake."""
+        """Return at most READ_BYTES of data, whatever `max_bytes` is, or b"" if the peer has ended
+        its side. Raise NotTls if it does not begin with a handshake."""
         raw = self.sock.recv(self.READ_BYTES)
         if not raw:
             return b""
@@ -13348,10 +13324,9 @@ class TlsSocket:
         return data
 
     def send(self, data):
-        """Send as much of the data as the socket has room for, and return the number of bytes.
-
-        If some could not be sent, the next call has to begin with them, as TcpConnection does.
-        Raise OSError before the end of the handshake."""
+        """Send as much of the data as the socket has room for, and return the number of bytes. If
+        some could not be sent, the next call has to begin with them. Raise OSError before the end
+        of the handshake."""
         if self.tls is None:
             raise ConnectionError("nothing has come yet")
         if not self.flush():
@@ -13428,8 +13403,6 @@ class TcpListener:
         self.is_paused = False          # True until the next tick after descriptors ran out
 
     def on_readable(self, now):
-        """Accept waiting connections, ACCEPT_CONNECTIONS at most. Pause if the system has no file
-        descriptor left for another one."""
         health = self.master_server.health
         for _ in range(ACCEPT_CONNECTIONS):
             try:
@@ -13455,16 +13428,14 @@ class TcpListener:
             self.accept(sock, canonical_address(address), now)
 
     def tick(self, now):
-        """End a pause. This is called once a second."""
         if self.is_paused:
             self.master_server.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
             self.is_paused = False
 
     def accept(self, sock, address, now):
-        """Start a session on a connection that was just accepted from `address`.
-
-        A connection over a limit gets the protocol's refusal as its session, which says so and
-        ends. A blocked address gets no answer; its connection is just closed."""
+        """Start a session on a connection that was just accepted. One over a limit gets the
+        protocol's refusal as its session, which says so and ends. A blocked address gets no answer.
+        """
         master_server, protocol = self.master_server, self.protocol
         is_refused = self.is_over_limit(address, now)
         # A refusal in words would cost a handshake, which takes longer than most requests
@@ -13493,8 +13464,8 @@ class TcpListener:
             connection.on_readable(now)
 
     def is_over_limit(self, address, now):
-        """Return whether this source has too many open connections or opens them too fast. The call
-        counts as an attempt to open one."""
+        """Has this source too many open connections, or opens it them too fast? The call counts as
+        an attempt to open one."""
         master_server = self.master_server
         rules = master_server.rules
         max_open = master_server.settings["limits.connections_open"]
@@ -13622,8 +13593,7 @@ class WorkerThread:
     job."""
 
     def __init__(self, name, post):
-        """`name`: the thread's name for the log; `post`: MasterServer.post, through which the
-        thread hands results to the event loop."""
+        """`post` is MasterServer.post, through which the thread hands results to the event loop."""
         self.name = name
         self.post = post
         self.jobs = queue.SimpleQueue()
@@ -13644,7 +13614,6 @@ class WorkerThread:
         self.jobs.put((job, on_result))
 
     def work(self):
-        """Do the jobs in the queue, one after another. A None in the queue ends the thread."""
         for job, on_result in iter(self.jobs.get, None):
             try:
                 result = job()
@@ -13654,10 +13623,10 @@ class WorkerThread:
 
     def stop(self, timeout):
         """Have the thread end after the jobs that are waiting, and wait `timeout` seconds for that.
-        Return True if it has ended or never ran, and False if it is still busy."""
+        Return False if it is still busy then."""
         if self.thread is None:
             return True
-        self.jobs.put(None)
+        self.jobs.put(None)             # ends work()
         self.thread.join(timeout)
         return not self.thread.is_alive()
 
@@ -13673,8 +13642,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     """The log file. If it has been closed, the next line opens it again, as logrotate expects."""
 
     def rotate(self, source, dest):
-        """Rename the log file. If that fails, because the folder is not writable or because another
-        program has the file open on Windows, the file just goes on growing."""
+        # If the folder is not writable, or if another program has the file open on Windows, the
+        # file just goes on growing
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
 
@@ -13717,8 +13686,8 @@ def start_log(settings):
 
 
 def end_log():
-    """Remove the handlers of start_log(), after the lines that are waiting have been written. If
-    that takes longer than LOG_END_S, the remaining lines may be lost."""
+    """End start_log()'s work, after the lines that are waiting have been written. If that takes
+    longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
         if isinstance(handler, logging.handlers.QueueHandler):
             log.removeHandler(handler)
@@ -13739,7 +13708,6 @@ class HostNames:
     look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """`post`: see WorkerThread."""
         self.worker = WorkerThread("names", post)
         # The callers that wait for each look-up, by (source, host, like)
         self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
@@ -13789,10 +13757,8 @@ class HostNames:
                                functools.partial(self.on_result, key))
 
     def on_result(self, key, result, now):
-        """Start the next look-up, and pass the result of this one to its waiters.
-
-        `result` is the address, or the exception that the look-up has raised. In the second case
-        the waiters get the address ""."""
+        """Start the next look-up, and pass the result of this one, an address or an exception, to
+        its waiters."""
         self.is_busy = False
         source, _, _ = key
         if source:
@@ -13850,7 +13816,7 @@ class Webhook(WorkerThread):
     is_dismissed = False
 
     def __init__(self, name, line):
-        """Take a line of [webhooks]: its name, and its value, which is "FORMAT URL"."""
+        """`line` is "FORMAT URL"."""
         # Nothing happens in the event loop after a delivery
         super().__init__("webhook " + name, post=lambda *result: None)
         self.line = line
@@ -13862,11 +13828,10 @@ class Webhook(WorkerThread):
         self.stop(0.0)
 
     def deliver(self, until, media_type, body):
-        """Send one message, in at most WEBHOOK_TRIES attempts.
+        """Send one message, in at most WEBHOOK_TRIES attempts, before the time `until`.
 
-        Give up at the time `until`, by time.monotonic(). A response with status 429 only asks for a
-        pause, and does not count as an attempt. The log says when this webhook begins to fail and
-        when it works again."""
+        A response with status 429 only asks for a pause, and does not count as an attempt. The log
+        says when this webhook begins to fail and when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -13905,9 +13870,7 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """`gauges` has figures for /metrics, by name. One of them is the number of dropped
-        messages."""
-        self.gauges = gauges
+        self.gauges = gauges                        # figures for /metrics, by name
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
@@ -13922,10 +13885,8 @@ class News:
         self.read(settings)
 
     def read(self, settings):
-        """Apply these settings, at the start and after a reload.
-
-        A webhook whose line in the ini has not changed keeps its waiting messages. The other old
-        webhooks are dismissed."""
+        """Apply these settings. A webhook whose line in the ini has not changed keeps its waiting
+        messages. The other old webhooks are dismissed."""
         self.settings = settings
         old_hooks = self.hooks
         self.hooks = {}
@@ -13939,10 +13900,8 @@ class News:
                 hook.dismiss()
 
     def tick(self, now):
-        """Note the time, and forget the servers that have left. This is called once a second.
-
-        A server may leave and be listed again at once, because another master has heard it too.
-        Such a server is not forgotten."""
+        """Forget the servers that have left, but not those that were listed again at once, because
+        another master has heard them too."""
         self.now = now
         for key in self.departed:
             if self.registry.get(*key) is None:
@@ -13998,10 +13957,7 @@ class News:
 
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
-        master to send it.
-
-        If there were NEWS_PER_MINUTE messages in the last minute, the message is dropped and not
-        recorded."""
+        master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
         now, sends = self.now, self.sends(self.now)
         times = self.recent_message_times
         if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
@@ -14041,10 +13997,9 @@ def file_stamps(settings):
 
 
 def load_country_file(settings):
-    """Read the file with the countries that the settings name, and return the CountryFile.
-
-    Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
-    memory: were it mapped, the program would crash when somebody copies a new file over it."""
+    """Return the CountryFile that the settings name, None if they name none. Raise SettingsError if
+    it cannot be read. The file is read into memory: were it mapped, the program would crash when
+    somebody copies a new file over it."""
     path = settings.file("http.countries")
     if not path:
         return None
@@ -14096,16 +14051,14 @@ def check_is_file(path):
 
 
 def is_special(path):
-    """Return whether the path exists and is not a plain file but a pipe, a terminal or a folder."""
+    """Is there a pipe, a terminal or a folder at this path?"""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
 def adopt_settings(settings, new_settings):
-    """Copy from `new_settings` into `settings` the values that have changed, if they may change
-    while the program runs. Log a warning for each of the others that has changed: it needs a
-    restart. Return the names of the settings that were copied.
-
-    A setting that names a text file has also changed if the text in the file has."""
+    """Copy from `new_settings` into `settings` the values, and texts of files, that have changed, if
+    they may change while the program runs; for each of the others log that it needs a restart.
+    Return the names of the settings that were copied."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
@@ -16072,8 +16025,8 @@ class MasterServer:
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        """Create everything that does not need a socket, and read the text files that the settings
-        name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
+        """Create everything that does not need a socket. Raise SettingsError if a setting is wrong,
+        or if a file that the settings name cannot be used."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
@@ -16236,10 +16189,8 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Run one round of the event loop: wait until a socket is ready or a tick is due, handle
-        all sockets that are ready, and make the ticks that are due.
-
-        `until` is the time, by the monotonic clock, at which the waiting ends in any case."""
+        """Run one round of the event loop: wait until a socket is ready, a tick is due or the time
+        `until` has come, handle all sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -16261,15 +16212,12 @@ class MasterServer:
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
-        """Expire servers, call tick() of listeners and protocols, save changes, and read the
-        settings again if a file has changed.
-
-        This is called once a second. A fault in one of these does not stop the others."""
+        """Do the work of each second. A fault in one part of it does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
-            self.guarded(self.check_certificate, self.certificate, now, time.time())
+            self.guarded(self.check_certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         for listener in self.tcp_listeners:
@@ -16292,10 +16240,11 @@ class MasterServer:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
-    def check_certificate(self, certificate, now, wall):
+    def check_certificate(self, now, wall):
         """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
         day in the log. `now` and `wall` are the same moment by both clocks."""
-        left_s = certificate.expires - wall
+        expires = self.certificate.expires
+        left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
         self.health.pop("certificate", None)
         if self.certificate_trouble:
@@ -16306,24 +16255,20 @@ class MasterServer:
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
-            expires_on = utc_datetime(certificate.expires).date()
-            trouble = "the certificate for HTTPS expires on %s" % expires_on
+            trouble = "the certificate for HTTPS expires on %s" % utc_datetime(expires).date()
         self.health["certificate"] = trouble
         if now >= self.next_certificate_warning:
             self.next_certificate_warning = now + DAY
             log.warning("%s; renew [http] certificate", trouble)
 
     def tick_protocol(self, protocol, now):
-        """Call a protocol's tick(), and send the (data, peer) pairs that it returns."""
         for data, peer in protocol.tick(now) or ():
             self.send_from(protocol, data, peer)
 
     def send_from(self, protocol, data, peer):
         """Send a datagram from a protocol's first socket of the peer's address family, or drop it
-        if there is none.
-
-        An operator who binds several addresses therefore puts the one that can reach all peers
-        first."""
+        if there is none. So an operator who binds several addresses puts the one that can reach all
+        peers first."""
         address, *_ = peer
         is_ipv6 = ":" in address
         udp_socket = self.tick_sockets.get((protocol, is_ipv6))
@@ -16338,16 +16283,14 @@ class MasterServer:
             protocol.epoch = epoch
 
     def log_event(self, event, server):
-        """Log that a server was listed or has left, but not more than LOGGED_EVENTS times a
-        second. `event` is "listed" or "gone"."""
         self.events_this_second += 1
         if self.events_this_second <= LOGGED_EVENTS:
             log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
                      server.name)
 
     def guarded(self, call, *arguments):
-        """Call a function with these arguments. If it raises an exception, log that as a fault of
-        the program and return normally, so that one fault does not stop the loop."""
+        """Call a function with these arguments. An exception is logged as a fault of the program,
+        and does not stop the loop."""
         try:
             call(*arguments)
         except Exception:
@@ -16362,22 +16305,18 @@ class MasterServer:
         self.wake()
 
     def wake(self):
-        """Make the selector return. This may be called from any thread or from a signal
-        handler."""
+        """Make the selector return. This may be called like post()."""
         if self.wake_out is not None:
             # A full socket wakes the selector anyway. A closed one means that the loop has ended
             with contextlib.suppress(OSError):
                 self.wake_out.send(b"\0")
 
     def on_wake(self, now):
-        """Make the posted calls. Read the bytes of wake() first, so that the selector does not
-        return for them again."""
         self.wake_in.recv(4096)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
-        """Make the calls that have been posted so far. Calls that these post are left for the next
-        round."""
+        """Make the calls that have been posted so far, not those that these post."""
         for _ in range(len(self.posted_calls)):
             call, *arguments = self.posted_calls.popleft()
             self.guarded(call, *arguments, now)
@@ -16386,10 +16325,8 @@ class MasterServer:
 
     def open_protocols(self):
         """Create the protocols that the settings switch on, bind their sockets and restore the
-        saved list.
-
-        Raise StartError if ports cannot be bound. It names all of them, because another program
-        often holds several."""
+        saved list. Raise StartError that names all ports that cannot be bound, because another
+        program often holds several."""
         core = self.core()
         problems = []
         for entry in PROTOCOLS:
@@ -16434,8 +16371,8 @@ class MasterServer:
             upstream=self.upstream)
 
     def open_sockets(self, entry, protocol, ports):
-        """Bind a protocol's sockets: one for each of these ports at each address of the setting
-        [server] bind. Return a list with an error message for each one that cannot be bound."""
+        """Bind a protocol's sockets: one for each of these ports at each address of [server] bind.
+        Return an error message for each one that cannot be bound."""
         problems = []
         hosts = self.settings["server.bind"]
         for base_port, host in itertools.product(ports, hosts):
@@ -16460,8 +16397,7 @@ class MasterServer:
         return problems
 
     def open_socket(self, entry, protocol, host, port):
-        """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
-        be bound."""
+        """Bind one socket and serve a protocol there. Raise OSError."""
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         sock = bound_socket(family, entry.transport, host, port)
@@ -16483,7 +16419,6 @@ class MasterServer:
     # Settings
 
     def on_file_stamps(self, stamps, now):
-        """Read the settings again if the disk thread has found that a file has changed."""
         self.is_looking_at_files = False
         if stamps != self.file_stamps and not isinstance(stamps, Exception):
             self.file_stamps = stamps
@@ -16522,8 +16457,7 @@ class MasterServer:
             self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
-        """Use the Certificate that the disk thread has loaded. If `result` is an exception, log it,
-        and keep the old certificate."""
+        """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
             self.certificate_trouble = str(result)
             log.error("the old certificate stays in force: %s", result)
@@ -16536,9 +16470,8 @@ class MasterServer:
         self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
-        """Use the CountryFile that the disk thread has read, or None if the settings name none.
-
-        If `result` is an exception, log it, and keep the old file."""
+        """Use the CountryFile that the disk thread has read, or None if the settings name none,
+        unless `result` is an exception."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
             return

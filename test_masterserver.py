@@ -10957,7 +10957,7 @@ class HttpsTest(unittest.TestCase):
                     (day, 999.5 * day, "expires on 1972-09-27", 1),
                     (day + 2, 999.6 * day, "expires on 1972-09-27", 2),
                     (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
-                server.check_certificate(server.certificate, now, wall)
+                server.check_certificate(now, wall)
                 self.assertIn(trouble, server.health.get("certificate", ""))
                 self.assertEqual((bool(trouble), log.warning.call_count),
                                  ("certificate" in server.health, warnings_so_far))
