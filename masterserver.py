@@ -14056,9 +14056,9 @@ def is_special(path):
 
 
 def adopt_settings(settings, new_settings):
-    """Copy from `new_settings` into `settings` the values, and texts of files, that have changed, if
-    they may change while the program runs; for each of the others log that it needs a restart.
-    Return the names of the settings that were copied."""
+    """Copy from `new_settings` into `settings` what has changed, in the texts of files too, if it may
+    change while the program runs. For each of the others, log that it needs a restart. Return the
+    names of the settings that were copied."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
