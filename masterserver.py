@@ -14056,8 +14056,8 @@ def is_special(path):
 
 
 def adopt_settings(settings, new_settings):
-    """Copy from `new_settings` into `settings` what has changed, in the texts of files too, if it may
-    change while the program runs. For each of the others, log that it needs a restart. Return the
+    """Copy from `new_settings` into `settings` what has changed, and may change while the program
+    runs, also in the texts of files. Log for each of the others that it needs a restart. Return the
     names of the settings that were copied."""
     changed_names = []
     for setting in SETTINGS.values():
