@@ -157,8 +157,7 @@ ANSWERS_RATE = 1e6, 1e6
 # only after this many lifetimes
 FLOODED_LIFETIMES = 3
 ALTERED_SERVERS = 100_000       # may wait for the disk: a full list, and as many that have left
-KNOWN_SERVERS = 60_000          # servers that have left and are remembered on disk
-KNOWN_GAMES = 1000              # games with a history; the page shows some 80 at a time
+KNOWN_SERVERS = 60_000          # servers that have left, and games, that the disk remembers
 OUTCOMES_KEPT = 4096            # packets that /check can explain, in 3 MB at most
 OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
 OUTCOMES_PER_S = 500            # the most that are recorded: a flood leaves the last eight seconds
@@ -2705,13 +2704,17 @@ class BlockForm(NamedTuple):
 
         A block that is missing has no samples."""
         first_start = self.block_start(times.start)
+        no_samples = bytes(self.numbers.size)
         numbers: List[int] = []
         for start in range(first_start, times.stop, self.covers):
-            numbers += self.numbers.unpack(blocks.get(start, bytes(self.numbers.size)))
-        first = (times.start - first_start) // self.step * self.sample_size
-        last = first + len(times) * self.sample_size
-        counts = [number - 1 if number else None for number in numbers[first:last]]
-        return counts[::self.sample_size], counts[self.sample_size - 1::self.sample_size]
+            numbers += self.numbers.unpack(blocks.get(start, no_samples))
+        skipped_samples = (times.start - first_start) // self.step
+        first = skipped_samples * self.sample_size
+        end = first + len(times) * self.sample_size
+        counts = [number - 1 if number else None for number in numbers[first:end]]
+        means = counts[::self.sample_size]
+        peaks = counts[self.sample_size - 1::self.sample_size]
+        return means, peaks
 
 
 BLOCK_FORMS = {
@@ -3028,10 +3031,11 @@ class Database:
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
+        first_start = form.block_start(times.start)
+        blocks = {}
         with self._transaction() as db:
             server_id = self._server_id(db, game, address, port)
-            blocks = {}
-            for start in range(form.block_start(times.start), times.stop, form.covers):
+            for start in range(first_start, times.stop, form.covers):
                 blocks[start] = self._block(db, form, start, server_id)
             means, peaks = form.counts(blocks, times)
         return Series(times.start, step, means, peaks)
@@ -3076,8 +3080,9 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        offset = (first_time - start) // form.step * form.sample_size * 2
-        struct.pack_into("<%dH" % len(numbers), block, offset, *numbers)
+        samples_before = (first_time - start) // form.step
+        bytes_before = samples_before * form.sample_size * 2
+        struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
 
@@ -3118,19 +3123,17 @@ class Database:
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
     def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them.
+        """Forget servers that are not listed, and games, if there are too many of them together.
 
         Those that were here for the shortest time go first. So a stranger who lists one server
         after another, or renames one again and again, neither drives out old servers nor fills the
         disk."""
-        excess = []
-        for kind, kept in (("address != ''", KNOWN_SERVERS),
-                           ("address = '' AND game != ''", KNOWN_GAMES)):
-            # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
-            excess += db.execute(
-                "SELECT id, first_seen FROM server"
-                " WHERE " + kind + " AND id NOT IN (SELECT server FROM listed)"
-                " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?", (kept,))
+        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+        excess = db.execute(
+            "SELECT id, first_seen FROM server"
+            " WHERE game != '' AND id NOT IN (SELECT server FROM listed)"
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?",
+            (KNOWN_SERVERS,)).fetchall()
         if not excess:
             return
         db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
