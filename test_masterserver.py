@@ -9650,40 +9650,38 @@ class BannerTest(unittest.TestCase):
         """Its status and its texts: the name, what is below it, the address, players."""
         request = http_request(ms.server_link(server, "/banner.svg"))
         status, headers, body, _ = split_response(answered(web.session("127.0.0.1", 0.0), request))
-        self.assertEqual(
-            (headers["Content-Type"], headers["Cache-Control"], headers["Vary"],
-             headers["Content-Security-Policy"]),
-            ("image/svg+xml", "public, max-age=60", "Accept-Encoding",
-             "default-src 'none'; style-src 'unsafe-inline'"))
+        fields = "Content-Type", "Cache-Control", "Vary", "Content-Security-Policy"
+        self.assertEqual([headers[name] for name in fields], [
+            "image/svg+xml", "public, max-age=60", "Accept-Encoding",
+            "default-src 'none'; style-src 'unsafe-inline'"])
         document = xml.dom.minidom.parseString(body).documentElement
         self.assertEqual(document.getAttribute("viewBox"), "0 0 560 95")
         self.assertNotRegex(body, b"<(script|image|foreignObject|use)|href|on[a-z]+=|url\\([^#]")
         self.assertEqual(b"<path" in body, server.key in web.hourly_players)
-        return [status] + [
-            "".join(node.data if node.nodeType == node.TEXT_NODE else node.firstChild.data
-                    for node in text.childNodes) for text in document.getElementsByTagName("text")]
+        texts = re.findall("<text .*?>(.*?)</text>", body.decode())
+        return [status, *[html.unescape(re.sub("</?tspan>", "", text)) for text in texts]]
 
     def test_the_text_of_a_message(self):
-        place, seen = "192.0.2.1:27790", WALL - 9000
+        place, name = "192.0.2.1:27790", "Iceball Server"
         for server, *texts in (
-                (make_server(), "Iceball Server", "Iceball mesa", place, "3/32"),
-                (make_server(players=32), "Iceball Server", "Iceball mesa", place, "32/32"),
-                (make_server(players=0, max_players=0, map=""), "Iceball Server", "Iceball ",
-                 place, "0/?"),
+                (make_server(), name, "Iceball mesa", place, "3/32"),
+                (make_server(country="de"), name, "Iceball mesa", place + " · Germany", "3/32"),
+                (make_server(players=32), name, "Iceball mesa", place, "32/32"),
+                (make_server(players=0, max_players=0, map=""), name, "Iceball ", place, "0/?"),
                 (make_server(responding=False, name=""), place, "Iceball not responding", place,
                  "3/32"),
                 (make_server("x", "2001:db8::1", name="日" * 30), "日" * 30, "x mesa",
                  "[2001:db8::1]:27790", "3/32"),
                 (make_server(name="<b a='&\">"), "<b a='&\">", "Iceball mesa", place, "3/32")):
             self.assertEqual(self.banner(web_of([server]), server), [200, *texts])
-        server = make_server()
-        self.assertEqual(self.banner(web_of([], ms.Remembered(0.0, seen, "Was\0 here")), server),
-                         [200, "Was here", "Iceball not listed since 2026-11-20 22:30 UTC", place,
-                          ""])
-        self.assertEqual(self.banner(web_of([]), server),
-                         [404, place, "Iceball is not known here", place, ""])
-        self.assertEqual(self.banner(ms.Web(make_core()), make_server("\1<x>"))[0::2],
-                         [404, "<x> is not known here", ""])
+        gone = ms.Remembered(0.0, WALL - 9000, "Was\0 here")
+        for web, server, *answer in (
+                (web_of([], gone), make_server(), 200, "Was here",
+                 "Iceball not listed since 2026-11-20 22:30 UTC", place, ""),
+                (web_of([]), make_server(), 404, place, "Iceball is not known here", place, ""),
+                (ms.Web(make_core()), make_server("\1<x>"), 404, place, "<x> is not known here",
+                 place, "")):
+            self.assertEqual(self.banner(web, server), answer)
 
     def test_the_lines_to_copy(self):
         server = make_server("my game", "2001:db8::1")
@@ -9700,41 +9698,39 @@ class BannerTest(unittest.TestCase):
                          '<a href="%s"><img src="%s"\nalt="[2001:db8::1]:27790" width="560" '
                          'height="95"></a>' % (link, banner)):
                 self.assertIn(line, outline.text)
-            self.assertIn("/banner.svg?" + query,
-                          [attributes.get("src") for _, attributes in outline.tags])
+            self.assertIn(("img", {"src": "/banner.svg?" + query, "alt": "", "width": "560",
+                                   "height": "95"}), outline.tags)
 
     def test_previews(self):
         servers = [make_server(name="Castle siege", players=5),
                    make_server(name="\"><b>", address="192.0.2.2", players=2),
                    *[make_server(address="192.0.2.%d" % index, players=0)
                      for index in range(3, 15)]]
+        nine = [make_server(address="192.0.2.%d" % index, players=1) for index in range(1, 10)]
         title, gone = "Open Game Masters", ms.Remembered(0.0, WALL - 9000, "Old")
-        server, own = servers[0], ms.server_link(servers[0])
-        for web, path, og_title, about, link in (
-                (web_of(servers), "/", title, "7 players on 2 of 14 servers: Castle siege 5, "
-                 '"><b> 2', "/"),
-                (web_of([make_server(name="", players=1)]), "/?game=iceball", "Iceball · " + title,
-                 "1 player on 1 of 1 server: 192.0.2.1:27790 1", "/?game=iceball"),
-                (web_of([]), "/", title, "0 players on 0 of 0 servers", "/"),
-                (web_of([make_server(address="192.0.2.%d" % index, players=1)
-                         for index in range(1, 10)]), "/", title,
-                 "9 players on 9 of 9 servers: " + ", ".join(["Iceball Server 1"] * 5), "/"),
-                (web_of(servers), link_to(server), "Castle siege · " + title,
-                 "5 players · Iceball · CTF · mesa", own),
-                (web_of([], gone), link_to(server), "Old · " + title,
-                 "Not listed now. Last seen 2 h ago. ", own),
-                (web_of([]), "/check", "Is my server listed? · " + title,
-                 "Is my server listed? · " + title, "")):
+        own = link_to(servers[0])
+        for web, path, name, about, is_linked in (
+                (web_of(servers), "/", "",
+                 '7 players on 2 of 14 servers: Castle siege 5, "><b> 2', True),
+                (web_of([make_server(name="", players=1)]), "/?game=iceball", "Iceball · ",
+                 "1 player on 1 of 1 server: 192.0.2.1:27790 1", True),
+                (web_of([]), "/", "", "0 players on 0 of 0 servers", True),
+                (web_of(nine), "/", "",
+                 "9 players on 9 of 9 servers: " + ", ".join(["Iceball Server 1"] * 5), True),
+                (web_of(servers), own, "Castle siege · ", "5 players · Iceball · CTF · mesa", True),
+                (web_of([], gone), own, "Old · ", "Not listed now. Last seen 2 h ago. ", True),
+                (web_of([]), "/check", "Is my server listed? · ",
+                 "Is my server listed? · " + title, False)):
             for url in "", "https://games.example":
                 web.look = web.look._replace(url=url)
                 web.forget_responses()
                 found = {attributes.get("property") or attributes.get("name"):
                          attributes["content"] for tag, attributes in
                          Outline(page_of(web, path)).tags if "content" in attributes}
-                wanted = {"description": about, "og:description": about, "og:title": og_title,
-                          "og:site_name": title}
-                if url and link:
-                    wanted["og:url"] = url + link
+                wanted = {"description": about, "og:description": about,
+                          "og:title": name + title, "og:site_name": title}
+                if url and is_linked:
+                    wanted["og:url"] = url + path
                 del found["viewport"], found["color-scheme"]
                 self.assertEqual(found, wanted, path)
 
