@@ -485,7 +485,7 @@ def read_engine(text):
             password=unquote(url.password or ""),
             host=unquote(url.hostname),
             port=url.port or EngineAddress().port,
-            database=number_reader(0, 65535)(url.path.strip("/") or "0"))
+            database=number_reader(0, 65535)(url.path[1:] or "0"))
     except ValueError:
         raise ValueError(
             "expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS or "
