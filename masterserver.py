@@ -9318,6 +9318,7 @@ def mode_text(server):
     to_text = MODE_TEXTS.get(server.game)
     return to_text(server) if to_text else server.mode
 
+
 # ================================================================================================
 # 8  Pages
 #
@@ -10809,31 +10810,10 @@ preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$
 <circle cx="$peak_x" cy="$peak_y" r="3"/>\
 <text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
 <text class="label latest$long" x="$latest_x" y="$latest_y" dx="6" dy="5">$latest</text>
-
 </svg>
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
 """
-VALUE_MARK = """\
-<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
-<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
-"""
-TIME_MARK = """\
-<line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
-<text class="middle$minor" x="$x" y="95%">$text</text>
-"""
-
-# The strftime() format of a tick on the first of a month
-MONTH_FORMAT = "%b"
-# How the time axis is divided, by the span of the chart. Each row has the longest span for which it
-# is used, in days, the seconds from tick to tick, and the strftime() format of a tick's text. The
-# last row has the longest of the SPANS
-TIME_STEPS = (
-    (2, 3 * HOUR, "%H:%M"),
-    (10, DAY, "%a %d"),
-    (100, 5 * DAY, "%d %b"),
-    (366, DAY, MONTH_FORMAT),
-)
 
 
 def render_chart(series, wall):
@@ -10849,14 +10829,14 @@ def render_chart(series, wall):
         means = without_gaps(series.means[start:start + width])
         peaks = without_gaps(series.peaks[start:start + width])
         if means:
-            bars.append((start, sum(means) / len(means), max(peaks)))
+            latest_mean = sum(means) / len(means)
+            bars.append((start, latest_mean, max(peaks)))
     if not bars:
         return Html('<p class="lead">No history in this span yet. A sample is taken every minute.'
                     '</p>\n')
     peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
     peak_share = peak_index / count
-    *_, (_, latest_mean, _) = bars
     latest_index = max(index for index, mean in enumerate(series.means) if mean is not None)
     latest = format(round(latest_mean, 1 if latest_mean < 10 else None), ",g")
     latest_at = series.start + (latest_index + 1) * series.step
@@ -10909,7 +10889,8 @@ def render_value_axis(peak):
     marks = []
     for tick in ticks:
         marks.append(fill_template(
-            VALUE_MARK,
+            '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
+            '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
             text=number_text(tick),
             long=" long" if top > 999 else "",          # see the style sheet
@@ -10921,17 +10902,21 @@ def render_time_axis(start, end):
     """Return the marks of the time axis at round times, some hours or a month apart.
 
     `start` and `end` are in seconds since 1970."""
-    for longest_days, step, text_format in TIME_STEPS:
-        if end - start <= longest_days * DAY:
+    # The longest chart that has them, the time from mark to mark, and the strftime() format
+    for longest_s, step, text_format in (
+            (2 * DAY, 3 * HOUR, "%H:%M"), (10 * DAY, DAY, "%a %d"),
+            (100 * DAY, 5 * DAY, "%d %b"), (366 * DAY, DAY, "%b")):
+        if end - start <= longest_s:
             break
     marks = []
     for tick in range(math.ceil(start / step) * step, math.floor(end) + 1, step):
         tick_datetime = utc_datetime(tick)
         # Months differ in length, so the step is a day, and only the first of a month has a mark
-        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+        if text_format == "%b" and tick_datetime.day != 1:
             continue
         marks.append(fill_template(
-            TIME_MARK,
+            '<line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>'
+            '<text class="middle$minor" x="$x" y="95%">$text</text>\n',
             x=chart_x((tick - start) / (end - start)),
             text=tick_datetime.strftime(text_format),
             minor=" minor" if len(marks) % 2 else ""))  # a phone shows every other text
