@@ -9429,16 +9429,6 @@ the servers in their lists that answer appear here.</p>
 </section>
 """
 
-# The marks beside the names of servers, each with the explanation that is shown as its title
-BADGES = {
-    "official": "Marked as official by the operator of this list",
-    "unconfirmed": "Listed before its master was restarted, not heard from since",
-    "self-reported": "Not verified: this master cannot query it",
-    "another list": "It answers this master; what is shown of it comes from another list",
-    "not responding": "Known to this master, but does not answer its queries",
-    "password": "Players need a password",
-}
-
 # The explanations of Server.verified
 VERIFIED = {
     "handshake": "It answered this master's handshake",
@@ -10374,18 +10364,23 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the badges that apply to a server. Most servers have none."""
-    has_badge = {
-        "official": server.official,
-        "unconfirmed": not server.confirmed,
-        "self-reported": server.verified == "self-reported",
-        "another list": server.verified == "another list",
-        "not responding": not server.responding,
-        "password": "password" in server.details.get("flags", "").split(", "),
-    }
+    """Return the marks beside the name of a server, each with an explanation as its title."""
+    badges = (
+        (server.official, "official", "Marked as official by the operator of this list"),
+        (not server.confirmed, "unconfirmed",
+         "Listed before its master was restarted, not heard from since"),
+        (server.verified == "self-reported", "self-reported",
+         "Not verified: this master cannot query it"),
+        (server.verified == "another list", "another list",
+         "It answers this master; what is shown of it comes from another list"),
+        (not server.responding, "not responding",
+         "Known to this master, but does not answer its queries"),
+        ("password" in server.details.get("flags", "").split(", "), "password",
+         "Players need a password"),
+    )
     pieces = []
-    for badge, explanation in BADGES.items():
-        if has_badge[badge]:
+    for applies, badge, explanation in badges:
+        if applies:
             pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
     return Html("".join(pieces))
 
