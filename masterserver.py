@@ -2969,8 +2969,7 @@ class Database:
                 " WHERE game = :game AND address = :address AND port = :port", values)
 
     def known(self, game, address, port):
-        """Return the Remembered of a server that is listed or left within the last year, or None.
-        """
+        """Return the Remembered of a server that was listed within the last year, or None."""
         with self._transaction() as db:
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
