@@ -12794,10 +12794,11 @@ PROTOCOLS = (
     ProtocolEntry("poll", "udp", "", 0, lambda core: core.poller),
 )
 
+# All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *AIO_SETTINGS, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
-# These settings name a text file, which is read with the settings and again when it changes
+# Settings that name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
 # ================================================================================================
@@ -17814,13 +17815,13 @@ def ftp_login(url):
     """Return the user and the password for an FTP URL. An anonymous login has "" for both."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
+    login = None
     if not password:
         with contextlib.suppress(FileNotFoundError):
-            # ~/.netrc may also give the user
             login = netrc.netrc().authenticators(url.hostname)
-            netrc_user, _, password = login or ("", "", "")
-            user = user or netrc_user
-    return user, password
+    # ~/.netrc may also give the user
+    netrc_user, _, netrc_password = login or ("", "", password)
+    return user or netrc_user, netrc_password
 
 
 def upload(url, file_name, data):

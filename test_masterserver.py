@@ -343,16 +343,6 @@ class SettingsTest(unittest.TestCase):
             return str(error)
         return ""
 
-    def test_defaults_need_no_file(self):
-        settings = ms.Settings()
-        self.assertEqual((settings["server.bind"], settings["iceball.version"], settings["games"]),
-                         (("0.0.0.0", "::"), 8421413, {}))
-        self.assertEqual(" ".join(row.name for row in ms.SETTINGS.values() if not row.live),
-                         "server.bind server.database server.log_file http.ports http.https_ports "
-                         "iceball.port iceball.timeout hyperbol.port subspace.port aio.port "
-                         "quake3.port luanti.enabled ddnet.enabled cluster.redis cluster.name "
-                         "cluster.prefix limits.connections_total")
-
     def test_values(self):
         for name, text, value in (
                 ("http.ports", "8080, 0,", (8080, 0)), ("limits.exempt", "", ()),
@@ -540,11 +530,14 @@ class SettingsTest(unittest.TestCase):
             self.assertEqual(settings.file(name), found)
 
     def test_config_text_changes_nothing_and_lines_may_follow_it(self):
-        self.assertEqual(self.load(ms.config_text()).values, ms.Settings().values)
+        defaults = ms.Settings()
+        self.assertEqual(self.load(ms.config_text()).values, defaults.values)
+        self.assertEqual((defaults["server.bind"], defaults["iceball.version"], defaults["games"]),
+                         (("0.0.0.0", "::"), 8421413, {}))
         enabled = self.load(re.sub(r"(?m)^#(?! )", "", ms.config_text()))
         self.assertEqual(enabled.given, set(ms.SETTINGS))
         for row in ms.SETTINGS.values():
-            default = ms.Settings()[row.name] if row.key else enabled[row.name] or "an example"
+            default = defaults[row.name] if row.key else enabled[row.name] or "an example"
             self.assertEqual(enabled[row.name], default, row.name)
         settings = self.load("\ufeff" + ms.config_text() + "[http]\ntitle = Ours\n[games]\na = A\n"
                              "[bans]\n[http]\nTitle = 5 %% of %(x)s\n"
@@ -14523,23 +14516,23 @@ class ServingTest(unittest.TestCase):
             RunningServer("--ready-file", os.path.join(self.path, "none"))
 
     def test_usage(self) -> None:
-        for words, told in (
-                (["ping", "127.0.0.1", "--game", "aio"], "expected ADDRESS:PORT"),
-                (["ping", "127.0.0.1:1", "--game", "chess"], "invalid choice: 'chess'"),
-                (["list", "::1:x:y", "--game", "aio"], "expected ADDRESS:PORT"),
-                (["list", "localhost"], "required: --game"),
-                (["frob"], "unrecognized arguments: frob"),
-                (["--check", "list", "--game", "aio", "x"], "unrecognized arguments: list"),
-                (["ping", "--check", "--game", "aio", "x:1"], "unrecognized arguments: --check"),
-                (["--config", "x"], "x: cannot be read"), (["--set", "x"], "section.key=value"),
-                (["announce", "--game", "aio", "--port", "x", "y"], "invalid int"),
-                (["export", "a:b"], "ADDRESS:PORT"), (["export"], "HOST[:PORT]"),
-                (["export", "x", "--every", "soon"], "expected a number"),
-                (["export", "x", "--every", "0"], "from 1 to 86400"),
-                (["export", "x", "--ftp", "ftp://u:secret@h/"], "MASTERSERVER_FTP_PASSWORD"),
-                (["export", "x", "--ftp", "http://h/"], "expected ftp://"),
-                (["export", "x", "--ftp", "ftp://h:port/"], "--ftp"),
-                (["export", "x", "--ftp", "ftp:///folder/"], "expected ftp://")):
+        for line, told in (
+                ("ping 127.0.0.1 --game aio", "expected ADDRESS:PORT"),
+                ("ping 127.0.0.1:1 --game chess", "invalid choice: 'chess'"),
+                ("list ::1:x:y --game aio", "expected ADDRESS:PORT"),
+                ("list localhost", "required: --game"), ("frob", "unrecognized arguments: frob"),
+                ("--check list --game aio x", "unrecognized arguments: list"),
+                ("ping --check --game aio x:1", "unrecognized arguments: --check"),
+                ("--config x", "x: cannot be read"), ("--set x", "section.key=value"),
+                ("announce --game aio --port x y", "invalid int"),
+                ("export a:b", "ADDRESS:PORT"), ("export", "HOST[:PORT]"),
+                ("export x --every soon", "expected a number"),
+                ("export x --every 0", "from 1 to 86400"),
+                ("export x --ftp ftp://u:secret@h/", "MASTERSERVER_FTP_PASSWORD"),
+                ("export x --ftp http://h/", "expected ftp://"),
+                ("export x --ftp ftp://h:port/", "--ftp"),
+                ("export x --ftp ftp:///folder/", "expected ftp://")):
+            words = line.split()
             status, out, err = command(*words)
             self.assertEqual((status, out), (2, ""), words)
             self.assertIn(told, err)
@@ -14975,10 +14968,14 @@ class Embedded(unittest.TestCase):
 
     def test_stopped_before_it_serves(self) -> None:
         def stop_while_it_binds(server: ms.MasterServer) -> None:
-            with mock.patch.object(server, "open_socket", wraps=server.open_socket) as opened:
-                opened.side_effect = lambda *arguments: server.stop() or mock.DEFAULT
-                with contextlib.suppress(ms.StartError):
-                    server.run()
+            open_socket = server.open_socket
+
+            def interrupted(*arguments: Any) -> None:
+                open_socket(*arguments)
+                server.stop()
+            with mock.patch.object(server, "open_socket", interrupted), \
+                    contextlib.suppress(ms.StartError):
+                server.run()
         for begin in lambda server: None, ms.MasterServer.bind, stop_while_it_binds:
             server = master(**self.ports("iceball__port", "http__ports"))
             begin(server)
