@@ -3153,27 +3153,14 @@ RESTORED_S = 60.0
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored, with their types. What is stored under another name, by
-# a later version of this program, is left out when it is read
+# The attributes of Server that are stored, with their types. Those that a later version of this
+# program has stored are left out when they are read
 STORED_FIELDS: Dict[str, type] = {
-    "name": str,
-    "mode": str,
-    "map": str,
-    "version": str,
-    "players": int,
-    "max_players": int,
-    "playing": int,
-    "description": str,
-    "flavor": int,
-    "verified": str,
-    "responding": bool,
-    "details": dict,
-    "source": str,
-    "pinned": bool,
-    "luanti_announcement": dict,
-    "zone_owner": dict,
-    "found_at": str,
-    "ddnet_registration": dict,
+    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified"), str),
+    **dict.fromkeys(("source", "found_at"), str),
+    **dict.fromkeys(("players", "max_players", "playing", "flavor"), int),
+    **dict.fromkeys(("responding", "pinned"), bool),
+    **dict.fromkeys(("details", "luanti_announcement", "zone_owner", "ddnet_registration"), dict),
 }
 
 

@@ -9133,9 +9133,9 @@ def mmdb_value(value: Any) -> bytes:
 
 
 def mmdb_pointer(target: int, size: int) -> bytes:
-    """A pointer of 1 to 4 bytes to a position in the data."""
+    """A pointer of 1 to 4 bytes to a position in the data. One of 4 bytes has no high bits."""
     target -= (0, 2048, 526336, 0)[size - 1]
-    high = target >> 8 * size if size < 4 else 0
+    high = target >> 8 * size if size < 4 else 7
     return bytes((1 << 5 | (size - 1) << 3 | high,)) + (target & (1 << 8 * size) - 1).to_bytes(
         size, "big")
 
