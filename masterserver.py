@@ -13266,21 +13266,8 @@ class TlsSocket:
                 raise NotTls
             self.tls = self.context.wrap_bio(self.received, self.encrypted, server_side=True)
         self.received.write(raw)
-        data = b""
         try:
-            piece = self.tls.read(self.READ_BYTES)
-            while piece:
-                data += piece
-                # To look first is cheaper than an exception for each request
-                if not (self.received.pending or self.tls.pending()):
-                    break
-                piece = self.tls.read(self.READ_BYTES)
-            if not piece:               # a close_notify
-                # The next call returns the end, if data came before it. The selector now reports it
-                self.sock.shutdown(socket.SHUT_RD)
-                return data
-        except ssl.SSLWantReadError:
-            pass
+            data = self.decrypt()
         except (ssl.SSLError, RuntimeError) as error:       # PyPy's, if OpenSSL has no text for it
             raise Malformed("TLS: %s" % error) from None
         finally:
@@ -13291,6 +13278,20 @@ class TlsSocket:
             raise Malformed("TLS: too many bytes without data, or a peer that does not read")
         if not data:
             raise BlockingIOError
+        return data
+
+    def decrypt(self):
+        """Return the data of all records that have come as a whole."""
+        data = b""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            # To look first is cheaper than an exception for each request
+            while self.received.pending or self.tls.pending():
+                piece = self.tls.read(self.READ_BYTES)
+                if not piece:           # a close_notify
+                    # The selector now reports the end, and the next call of recv() returns it
+                    self.sock.shutdown(socket.SHUT_RD)
+                    break
+                data += piece
         return data
 
     def send(self, data):
@@ -13407,14 +13408,14 @@ class TcpListener:
         protocol's refusal as its session, which says so and ends. A blocked address gets no answer.
         """
         master_server, protocol = self.master_server, self.protocol
-        is_refused = self.is_over_limit(address, now)
-        # A refusal in words would cost a handshake, which takes longer than most requests
-        if address in master_server.rules.blocked or (is_refused and self.uses_tls):
-            self.tally.limited += 1
-            sock.close()
-            return
+        is_refused = self.is_over_limit(address, now)           # as a blocked address always is
         if is_refused:
             self.tally.limited += 1
+            # By TLS, a refusal in words would cost a handshake, which takes longer than most
+            # requests
+            if self.uses_tls or address in master_server.rules.blocked:
+                sock.close()
+                return
             session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1

@@ -10844,13 +10844,16 @@ class HttpsTest(unittest.TestCase):
                 ([(30, 1)] * 2000, False), ([(270, 1)] * 200, True),
                 ([(16384, 16000)] * 10 + [(16384, 0)] * 2, False)):
             layer = ms.TlsSocket(mock.Mock(), None)
-            layer.received = mock.Mock(pending=0)
-            layer.tls = mock.Mock(pending=mock.Mock(return_value=0))
+
+            def read(max_bytes: int, layer: ms.TlsSocket = layer) -> bytes:
+                layer.received.read()
+                if not data_bytes:
+                    raise ssl.SSLWantReadError
+                return bytes(data_bytes)
+            layer.tls = SimpleNamespace(read=read, pending=lambda: 0)
             was_refused = False
             for raw_bytes, data_bytes in rows:
                 layer.sock.recv.return_value = bytes(raw_bytes)
-                layer.tls.read.side_effect = [bytes(data_bytes)] if data_bytes else \
-                    ssl.SSLWantReadError
                 try:
                     layer.recv(65536)
                 except BlockingIOError:
