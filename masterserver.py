@@ -109,65 +109,43 @@ log = logging.getLogger("masterserver")
 # to change are settings (section 3). Limits of one protocol or one tool stand with it.
 # ================================================================================================
 
-# The time between two ticks of protocols, because their documents count whole seconds
-TICK_S = 1.0
-# The time between two ticks of connections. It is short because AIO's greeting is due after 1.2 s
-LOOK_S = 0.25
-# A tick that comes later than this means that the program was stopped for a time
-HELD_UP_S = 5.0
-# So many datagrams are read from one socket, in 1 ms, before the other sockets get their turn
-DRAIN_DATAGRAMS = 128
-# So many connections are accepted by one listener before the others get their turn
-ACCEPT_CONNECTIONS = 64
-# So many new connections may wait for accept(): those of half a second, if 2,000 come a second
-BACKLOG = 1024
-# Longer datagrams are truncated. The longest one in a document has 520 bytes
-MAX_DATAGRAM_BYTES = 2048
-# The system's buffer for datagrams. It holds 20,000 announcements; each takes about 800 bytes
-UDP_BUFFER_BYTES = 8 << 20
-RECV_BYTES = 65536                  # the most that is read from a connection at once
-# The system's buffer for each connection. Its default, megabytes, would hide that a reader is slow
-SEND_BUFFER_BYTES = 1 << 18
+TICK_S = 1.0                    # between ticks of protocols; their documents count whole seconds
+LOOK_S = 0.25                   # between ticks of connections; AIO's greeting is due after 1.2 s
+HELD_UP_S = 5.0                 # a tick that comes later: the program was stopped for a time
+DRAIN_DATAGRAMS = 128           # are read from a socket, in 1 ms, before the others have their turn
+ACCEPT_CONNECTIONS = 64         # are accepted by a listener before the others have their turn
+BACKLOG = 1024                  # new connections that may wait: half a second of 2,000 a second
+MAX_DATAGRAM_BYTES = 2048       # longer ones are truncated; the longest in a document has 520
+UDP_BUFFER_BYTES = 8 << 20      # the system's: 20,000 announcements, each of which takes about 800
+RECV_BYTES = 65536              # the most that is read from a connection at once
+SEND_BUFFER_BYTES = 1 << 18     # the system's; its default, megabytes, would hide a slow reader
 # After our last byte, further input of the peer is read and dropped, for a time and up to a number
 # of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
 LINGER_BYTES = 65536
-# A client that takes longer to read one answer is disconnected
-OUTPUT_TOTAL_S = 120.0
-# The output that may wait for all readers together: three lists of 50,000 servers
-OUTPUT_BYTES = 64 << 20
-# So many jobs may wait for one thread; further jobs are refused
-WORKER_JOBS = 64
-# So many host names, named by strangers, may wait to be looked up. With a slow name server each
-# look-up takes half a minute
+OUTPUT_TOTAL_S = 120.0          # a client that takes longer to read one answer is disconnected
+OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists of 50,000 servers
+WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
+# Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
 LOOKUPS_PER_SOURCE = 2
-LOOKUPS_PER_NETWORK = 4             # for an IPv6 /48, because anybody can have one
-# So many game servers of one source may wait for the same look-up. If each is a Luanti server with
-# the longest announcement, those of all strangers take 80 MB
+LOOKUPS_PER_NETWORK = 4         # for an IPv6 /48, because anybody can have one
+# Game servers of one source that may wait for the same look-up. If each is a Luanti server with the
+# longest announcement, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                        # at a stop, answers that are being sent have this long to end
-STOP_DISK_S = 5.0                   # at a stop, a batch that is being written has this long to end
-# Descriptors that are kept free for listeners, the database and the log
-DESCRIPTORS_KEPT = 40
-# Tracebacks in the log: (a second, at once). A repeated fault must not fill the disk
-FAULT_RATE = 1, 20
+STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
+STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
+DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and the log
+FAULT_RATE = 1, 20              # tracebacks (a second, at once): a fault must not fill the disk
 
-# The longest name. Hyperbol's have 32 bytes, Iceball's 30, SubSpace's 32, and AIO's have no limit
-NAME_CHARACTERS = 128
-# The longest description. The longest one in a document has 386 bytes
-TEXT_CHARACTERS = 512
-# The largest number in the list with the widest field (Iceball, SubSpace: u16)
-PLAYERS_MAX = 65535
+NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
+TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
+PLAYERS_MAX = 65535             # in the list with the widest field (Iceball, SubSpace: u16)
 
-# A cookie is valid for one to two windows. Servers return it within a second
-COOKIE_WINDOW_S = 30
-# To guess one of 2**64 MACs takes six million years at 100,000 guesses a second
-COOKIE_MAC_BYTES = 8
-# Anybody can have an IPv6 /48, so all of it together may have as much as 16 single sources
-SITE_SOURCES = 16
-# The sources that one limiter remembers, in about 3 MB
-LIMITER_SOURCES = 16384
+COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
+COOKIE_MAC_BYTES = 8            # at 100,000 guesses a second, one takes six million years
+SITE_SOURCES = 16               # an IPv6 /48, which anybody can have, has as much as 16 sources
+LIMITER_SOURCES = 16384         # the sources that one limiter remembers, in about 3 MB
 # The bytes that all unproven sources together get beyond what they have sent: (a second, at once).
 # Each use of allow_surplus() has as much. It is enough for 200 lists a second, and gives an
 # attacker with forged addresses no more than 0.8 Mbit/s
@@ -178,50 +156,35 @@ ANSWERS_RATE = 1e6, 1e6
 # During a flood with its address, a game server's own packets may be lost. Then its silence counts
 # only after this many lifetimes
 FLOODED_LIFETIMES = 3
-# Changed servers that may wait for the disk: those of a full list, and as many that have left
-ALTERED_SERVERS = 100_000
-KNOWN_SERVERS = 60_000              # servers that have left and are remembered on disk
-KNOWN_GAMES = 1000                  # games with a history; the page shows some 80 at a time
-# Packets that /check can explain. With the longest details they take 3 MB
-OUTCOMES_KEPT = 4096
-# Packets of one source that are kept: two for each of the 32 servers that it may list by default
-OUTCOMES_PER_SOURCE = 64
-# Packets that are recorded per second at most, so that even in a flood the last eight seconds are
-# kept
-OUTCOMES_PER_S = 500
-OUTCOME_CHARACTERS = 200            # the longest detail: two lines on the page
+ALTERED_SERVERS = 100_000       # may wait for the disk: a full list, and as many that have left
+KNOWN_SERVERS = 60_000          # servers that have left, and games, that the disk remembers
+OUTCOMES_KEPT = 4096            # packets that /check can explain, in 3 MB at most
+OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
+OUTCOMES_PER_S = 500            # the most that are recorded: a flood leaves the last eight seconds
+OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
-HTTP_LINE_BYTES = 4096              # a search for 128 Chinese characters needs 1,200
-HTTP_HEAD_BYTES = 16384             # browsers behind proxies send up to 4 kB
+HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
+HTTP_HEAD_BYTES = 16384         # browsers behind proxies send up to 4 kB
 # An announcement needs 500 bytes, or 12,500 if all its texts have the greatest length. Luanti's is
 # longer, because it has the names of all mods
 HTTP_BODY_BYTES = 65536
-# With so many, a body of that size takes 3 ms. Luanti's announcements have 27 fields, those of
-# other games have 10
-ANNOUNCED_FIELDS_MAX = 64
-HTTP_REQUEST_S = 10.0               # the time from a request's first byte to its last
-# A kept connection may have no request for this long. The page sends one every 5 s
-HTTP_IDLE_S = 30.0
-# The memory for cached responses. A list of 50,000 servers is longer, and is cached by itself
-HTTP_CACHE_BYTES = 16 << 20
-# Shorter bodies are not compressed, because with their head they fit into one packet anyway
-GZIP_MIN_BYTES = 600
+ANNOUNCED_FIELDS_MAX = 64       # with so many, a body takes 3 ms; Luanti's announcements have 27
+HTTP_REQUEST_S = 10.0           # the time from a request's first byte to its last
+HTTP_IDLE_S = 30.0              # without a request on a kept connection; the page sends one in 5 s
+HTTP_CACHE_BYTES = 16 << 20     # of responses; a list of 50,000 servers is cached by itself
+GZIP_MIN_BYTES = 600            # shorter bodies fit into one packet with their head anyway
 # Longer bodies are not compressed, because that would stop the event loop for too long: this one
 # takes 60 to 200 ms. The list of 10,000 servers has 5 MB
 GZIP_MAX_BYTES = 6 << 20
-# At this level 10,000 servers, 4 MB, take 266 kB and 10 ms; at level 6 they take 222 kB and 23 ms
-GZIP_LEVEL = 3
-# The shortest time between two renderings of a long list, however many clients ask for it
-RENDER_S = 1.0
-# A short list may be rendered again sooner: after this much time per server in it
-RENDER_SERVER_S = 0.0001
-# Browsers and proxies may keep a response for this long. The page asks for a new one as often
-CACHE_S = 5
+GZIP_LEVEL = 3                  # 4 MB become 266 kB in 10 ms; at level 6, 222 kB in 23 ms
+RENDER_S = 1.0                  # between two renderings of a long list, however many ask for it
+RENDER_SERVER_S = 0.0001        # for each server in a short list, which is rendered again sooner
+CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
 # That takes 8 ms, or 40 ms if the file is made to take long
 COUNTRY_LOOKUPS = 250
-PAGE_ROWS = 2000                    # the servers on one page; a search finds the others
-CHECK_FINDINGS = 100                # the findings on one page of /check, the latest first
+PAGE_ROWS = 2000                # the servers on one page; a search finds the others
+CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -522,7 +485,7 @@ def read_engine(text):
             password=unquote(url.password or ""),
             host=unquote(url.hostname),
             port=url.port or EngineAddress().port,
-            database=number_reader(0, 65535)(url.path.strip("/") or "0"))
+            database=number_reader(0, 65535)(url.path[1:] or "0"))
     except ValueError:
         raise ValueError(
             "expected redis://[[user]:password@]host[:port][/db], rediss://... for TLS or "
@@ -2646,13 +2609,17 @@ class BlockForm(NamedTuple):
 
         A block that is missing has no samples."""
         first_start = self.block_start(times.start)
+        no_samples = bytes(self.numbers.size)
         numbers: List[int] = []
         for start in range(first_start, times.stop, self.covers):
-            numbers += self.numbers.unpack(blocks.get(start, bytes(self.numbers.size)))
-        first = (times.start - first_start) // self.step * self.sample_size
-        last = first + len(times) * self.sample_size
-        counts = [number - 1 if number else None for number in numbers[first:last]]
-        return counts[::self.sample_size], counts[self.sample_size - 1::self.sample_size]
+            numbers += self.numbers.unpack(blocks.get(start, no_samples))
+        skipped_samples = (times.start - first_start) // self.step
+        first = skipped_samples * self.sample_size
+        end = first + len(times) * self.sample_size
+        counts = [number - 1 if number else None for number in numbers[first:end]]
+        means = counts[::self.sample_size]
+        peaks = counts[self.sample_size - 1::self.sample_size]
+        return means, peaks
 
 
 BLOCK_FORMS = {
@@ -2907,8 +2874,7 @@ class Database:
                 " WHERE game = :game AND address = :address AND port = :port", values)
 
     def known(self, game, address, port):
-        """Return the Remembered of a server that is listed or left within the last year, or None.
-        """
+        """Return the Remembered of a server that was listed within the last year, or None."""
         with self._transaction() as db:
             row = db.execute(
                 "SELECT first_seen, coalesce(listed.last_seen, server.last_seen), fields"
@@ -2969,10 +2935,11 @@ class Database:
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
+        first_start = form.block_start(times.start)
+        blocks = {}
         with self._transaction() as db:
             server_id = self._server_id(db, game, address, port)
-            blocks = {}
-            for start in range(form.block_start(times.start), times.stop, form.covers):
+            for start in range(first_start, times.stop, form.covers):
                 blocks[start] = self._block(db, form, start, server_id)
             means, peaks = form.counts(blocks, times)
         return Series(times.start, step, means, peaks)
@@ -3017,8 +2984,9 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        offset = (first_time - start) // form.step * form.sample_size * 2
-        struct.pack_into("<%dH" % len(numbers), block, offset, *numbers)
+        samples_before = (first_time - start) // form.step
+        bytes_before = samples_before * form.sample_size * 2
+        struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
 
@@ -3059,19 +3027,17 @@ class Database:
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
     def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them.
+        """Forget servers that are not listed, and games, if there are too many of them together.
 
         Those that were here for the shortest time go first. So a stranger who lists one server
         after another, or renames one again and again, neither drives out old servers nor fills the
         disk."""
-        excess = []
-        for kind, kept in (("address != ''", KNOWN_SERVERS),
-                           ("address = '' AND game != ''", KNOWN_GAMES)):
-            # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
-            excess += db.execute(
-                "SELECT id, first_seen FROM server"
-                " WHERE " + kind + " AND id NOT IN (SELECT server FROM listed)"
-                " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?", (kept,))
+        # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
+        excess = db.execute(
+            "SELECT id, first_seen FROM server"
+            " WHERE game != '' AND id NOT IN (SELECT server FROM listed)"
+            " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?",
+            (KNOWN_SERVERS,)).fetchall()
         if not excess:
             return
         db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
@@ -3092,23 +3058,14 @@ RESTORED_S = 60.0
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored, with their types. What is stored under another name, by
-# a later version of this program, is left out when it is read
+# The attributes of Server that are stored, with their types. Those that a later version of this
+# program has stored are left out when they are read
 STORED_FIELDS: Dict[str, type] = {
-    "name": str,
-    "mode": str,
-    "map": str,
-    "version": str,
-    "players": int,
-    "max_players": int,
-    "playing": int,
-    "description": str,
-    "verified": str,
-    "responding": bool,
+    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified"), str),
+    **dict.fromkeys(("source", "found_at"), str),
+    **dict.fromkeys(("players", "max_players", "playing"), int),
+    **dict.fromkeys(("responding", "pinned"), bool),
     "details": dict,
-    "source": str,
-    "pinned": bool,
-    "found_at": str,
 }
 
 
@@ -9169,16 +9126,6 @@ the servers in their lists that answer appear here.</p>
 </section>
 """
 
-# The marks beside the names of servers, each with the explanation that is shown as its title
-BADGES = {
-    "official": "Marked as official by the operator of this list",
-    "unconfirmed": "Listed before its master was restarted, not heard from since",
-    "self-reported": "Not verified: this master cannot query it",
-    "another list": "It answers this master; what is shown of it comes from another list",
-    "not responding": "Known to this master, but does not answer its queries",
-    "password": "Players need a password",
-}
-
 # The explanations of Server.verified
 VERIFIED = {
     "handshake": "It answered this master's handshake",
@@ -9276,15 +9223,6 @@ $listed</ul>
 <section id="findings" data-live>
 <h2>What arrived</h2>
 $findings</section>
-"""
-
-FINDING = """\
-<li><h3>$outcome</h3>
-<p>$todo</p>
-$arrival"""
-
-ARRIVAL = """\
-<p class="from">$when · $protocol from <code>$peer</code></p>
 """
 
 NOTHING_ARRIVED = """\
@@ -9799,17 +9737,15 @@ const lastParts = new Map();
 const number = n => n.toLocaleString('en');
 
 function statusText() {
-  if (failed)
-    return failed + ' This ' + (table ? 'list' : 'page') + ' is from '
-      + new Date(lastAnswer).toLocaleString() + '.';
+  const age = new Date(lastAnswer).toLocaleString();
+  if (failed) return `${failed} This ${table ? 'list' : 'page'} is from ${age}.`;
   if (!table) return '';
   const visible = order.filter(row => !row.hidden).length;
   const total = Math.max(+table.dataset.total, order.length);
-  if (total > order.length)
-    return number(visible) + ' of ' + number(total)
-      + ' servers. Search by name to find the others.';
+  const shown = `${number(visible)} of ${number(total)} servers`;
+  if (total > order.length) return shown + '. Search by name to find the others.';
   if (!visible) return table.hidden ? '' : 'No server matches.';
-  if (visible < total) return number(visible) + ' of ' + number(total) + ' servers shown';
+  if (visible < total) return shown + ' shown';
   return number(total) + (total === 1 ? ' server' : ' servers');
 }
 
@@ -10134,18 +10070,23 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the badges that apply to a server. Most servers have none."""
-    has_badge = {
-        "official": server.official,
-        "unconfirmed": not server.confirmed,
-        "self-reported": server.verified == "self-reported",
-        "another list": server.verified == "another list",
-        "not responding": not server.responding,
-        "password": "password" in server.details.get("flags", "").split(", "),
-    }
+    """Return the marks beside the name of a server, each with an explanation as its title."""
+    badges = (
+        (server.official, "official", "Marked as official by the operator of this list"),
+        (not server.confirmed, "unconfirmed",
+         "Listed before its master was restarted, not heard from since"),
+        (server.verified == "self-reported", "self-reported",
+         "Not verified: this master cannot query it"),
+        (server.verified == "another list", "another list",
+         "It answers this master; what is shown of it comes from another list"),
+        (not server.responding, "not responding",
+         "Known to this master, but does not answer its queries"),
+        ("password" in server.details.get("flags", "").split(", "), "password",
+         "Players need a password"),
+    )
     pieces = []
-    for badge, explanation in BADGES.items():
-        if has_badge[badge]:
+    for applies, badge, explanation in badges:
+        if applies:
             pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
     return Html("".join(pieces))
 
@@ -10434,25 +10375,16 @@ def render_server_page(context, server, is_listed, history, base, wall):
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
                              seen=seen, link=server_link(server, "/check"))
         about = "Not listed now. Last seen %s. " % age_text(wall - server.last_seen)
-    facts = [
-        ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
-    ]
-    if is_listed:
-        facts += server_facts(room, server)
     if series:
-        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
         tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
                 for choice in SPANS]
         players_chart = fill_template(HISTORY, tabs=tabs, chart=render_chart(series, wall))
-    facts.append(("First seen", time_tag(server.first_seen, wall)))
-    facts.append(("Last seen", time_tag(server.last_seen, wall)))
-    fact_pieces = []
-    for fact, value in facts:
+    facts = []
+    for fact, value in server_facts(context, server, is_listed, history, wall):
         if value:
             # Descriptions are long, so they take the whole width
             width = Html(' class="wide"') if fact == "Description" else ""
-            fact_pieces.append(fill_template(
+            facts.append(fill_template(
                 '<div$width><dt>$name</dt><dd>$value</dd></div>\n',
                 width=width, name=fact, value=value))
     main = fill_template(
@@ -10466,35 +10398,47 @@ def render_server_page(context, server, is_listed, history, base, wall):
         image=server_link(server, "/banner.svg"),
         base=base,
         address=address,
-        facts=fact_pieces)
+        facts=facts)
     return render_page(context, name, about=about, path=link, main=main)
 
 
-def server_facts(room, server):
-    """Return the facts that only a listed server has, as (name, value) pairs.
+def server_facts(context, server, is_listed, history, wall):
+    """Return the facts about a server as (name, value) pairs, for render_server_page().
 
     A value is empty if the server has not announced it."""
-    players = str(server.players)
-    if server.max_players:
-        players += " of %d" % server.max_players
-    if server.playing is not None:
-        players += ", %d of them playing" % server.playing
+    span, series = history
+    address = endpoint_text(server.address, server.port)
     facts = [
-        ("Players", players),
-        ("Mode", room.mode_text(server)),
-        ("Map", server.map),
-        ("Version", server.version),
-        ("Country", country_name(server.country)),
-        ("Description", server.description),
-        ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
-        ("Verified", VERIFIED[server.verified]),
-        ("Found at", server.found_at),
+        ("Address", fill_template("<code>$address</code>", address=address)),
+        ("Game", context.game_title(server.game)),
     ]
-    for key, value in server.details.items():
-        if key not in HIDDEN_DETAILS:
-            facts.append((key.replace("_", " ").capitalize(), value))
-    facts += room.facts(server)
-    facts.append(("Players online", ", ".join(room.player_names(server))))
+    if is_listed:
+        room = context.room(server)
+        players = str(server.players)
+        if server.max_players:
+            players += " of %d" % server.max_players
+        if server.playing is not None:
+            players += ", %d of them playing" % server.playing
+        facts += [
+            ("Players", players),
+            ("Mode", room.mode_text(server)),
+            ("Map", server.map),
+            ("Version", server.version),
+            ("Country", country_name(server.country)),
+            ("Description", server.description),
+            ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
+            ("Verified", VERIFIED[server.verified]),
+            ("Found at", server.found_at),
+        ]
+        for key, value in server.details.items():
+            if key not in HIDDEN_DETAILS:
+                facts.append((key.replace("_", " ").capitalize(), value))
+        facts += room.facts(server)
+        facts.append(("Players online", ", ".join(room.player_names(server))))
+    if series:
+        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+    facts.append(("First seen", time_tag(server.first_seen, wall)))
+    facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
@@ -10517,7 +10461,7 @@ def uptime_text(series, first_seen):
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page that says what became of an address's packets, as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` are filled FINDING templates. `listed` has the servers at
+    `port` is 0 for all ports. `findings` are from finding(). `listed` has the servers at
     that address that are listed now; their times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
@@ -10568,31 +10512,10 @@ preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$
 <circle cx="$peak_x" cy="$peak_y" r="3"/>\
 <text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
 <text class="label latest$long" x="$latest_x" y="$latest_y" dx="6" dy="5">$latest</text>
-
 </svg>
 <figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
 </figure>
 """
-VALUE_MARK = """\
-<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>\
-<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>
-"""
-TIME_MARK = """\
-<line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>\
-<text class="middle$minor" x="$x" y="95%">$text</text>
-"""
-
-# The strftime() format of a tick on the first of a month
-MONTH_FORMAT = "%b"
-# How the time axis is divided, by the span of the chart. Each row has the longest span for which it
-# is used, in days, the seconds from tick to tick, and the strftime() format of a tick's text. The
-# last row has the longest of the SPANS
-TIME_STEPS = (
-    (2, 3 * HOUR, "%H:%M"),
-    (10, DAY, "%a %d"),
-    (100, 5 * DAY, "%d %b"),
-    (366, DAY, MONTH_FORMAT),
-)
 
 
 def render_chart(series, wall):
@@ -10608,14 +10531,14 @@ def render_chart(series, wall):
         means = without_gaps(series.means[start:start + width])
         peaks = without_gaps(series.peaks[start:start + width])
         if means:
-            bars.append((start, sum(means) / len(means), max(peaks)))
+            latest_mean = sum(means) / len(means)
+            bars.append((start, latest_mean, max(peaks)))
     if not bars:
         return Html('<p class="lead">No history in this span yet. A sample is taken every minute.'
                     '</p>\n')
     peak = max(bar_peak for _, _, bar_peak in bars)
     peak_index = series.peaks.index(peak)
     peak_share = peak_index / count
-    *_, (_, latest_mean, _) = bars
     latest_index = max(index for index, mean in enumerate(series.means) if mean is not None)
     latest = format(round(latest_mean, 1 if latest_mean < 10 else None), ",g")
     latest_at = series.start + (latest_index + 1) * series.step
@@ -10668,7 +10591,8 @@ def render_value_axis(peak):
     marks = []
     for tick in ticks:
         marks.append(fill_template(
-            VALUE_MARK,
+            '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
+            '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
             text=number_text(tick),
             long=" long" if top > 999 else "",          # see the style sheet
@@ -10680,17 +10604,21 @@ def render_time_axis(start, end):
     """Return the marks of the time axis at round times, some hours or a month apart.
 
     `start` and `end` are in seconds since 1970."""
-    for longest_days, step, text_format in TIME_STEPS:
-        if end - start <= longest_days * DAY:
+    # The longest chart that has them, the time from mark to mark, and the strftime() format
+    for longest_s, step, text_format in (
+            (2 * DAY, 3 * HOUR, "%H:%M"), (10 * DAY, DAY, "%a %d"),
+            (100 * DAY, 5 * DAY, "%d %b"), (366 * DAY, DAY, "%b")):
+        if end - start <= longest_s:
             break
     marks = []
     for tick in range(math.ceil(start / step) * step, math.floor(end) + 1, step):
         tick_datetime = utc_datetime(tick)
         # Months differ in length, so the step is a day, and only the first of a month has a mark
-        if text_format == MONTH_FORMAT and tick_datetime.day != 1:
+        if text_format == "%b" and tick_datetime.day != 1:
             continue
         marks.append(fill_template(
-            TIME_MARK,
+            '<line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>'
+            '<text class="middle$minor" x="$x" y="95%">$text</text>\n',
             x=chart_x((tick - start) / (end - start)),
             text=tick_datetime.strftime(text_format),
             minor=" minor" if len(marks) % 2 else ""))  # a phone shows every other text
@@ -12301,7 +12229,7 @@ def recorded_findings(web, address, port, listed, wall):
         # machine behind a public address is nobody's business
         peer = endpoint_text(address, packet_port) if packet_port else address
         arrival = fill_template(
-            ARRIVAL,
+            '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
             protocol=web.look.game_title(protocol),
             peer=peer)
@@ -12318,7 +12246,8 @@ def finding(outcome, detail, arrival=""):
     protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
-    return fill_template(FINDING, outcome=title, arrival=arrival, todo=todo)
+    return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
+                         outcome=title, todo=todo, arrival=arrival)
 
 
 # --- For the operator ----------------------------------------------------------------------------
@@ -12538,6 +12467,7 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 
 GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3)
 
+# All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
@@ -12649,10 +12579,8 @@ class MessageVector:
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
     def make_arrays(self):
-        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in.
-
-        Each mmsghdr points to the iovec and the sockaddr_in at the same position, and each iovec
-        points to its MAX_DATAGRAM_BYTES of `data`."""
+        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in. The
+        structs at the same position belong together."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
@@ -12669,7 +12597,6 @@ class MessageVector:
 
     @staticmethod
     def read_sockaddr(sockaddr):
-        """Return the address and the port in a struct sockaddr_in."""
         port, address = sockaddr[2:4], sockaddr[4:8]
         return socket.inet_ntoa(address), int.from_bytes(port, "big")
 
@@ -12693,8 +12620,7 @@ class MessageVector:
         return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send a non-empty list of (data, sockaddr) pairs. Count in `tally` what was sent, and
-        what could not be sent."""
+        """Send a non-empty list of (data, sockaddr) pairs."""
         lengths = [len(data) for data, _ in answers]
         total_bytes = sum(lengths)
         count = len(answers)
@@ -12728,10 +12654,8 @@ class MessageVector:
 
 
 def log_failure(error, tally, peer, protocol_name, data):
-    """Count and log an exception that was raised while the input of a peer was handled.
-
-    Any exception but Malformed is a bug of this program and is logged with its traceback. `peer` is
-    the peer as text, `data` the input."""
+    """Count and log an exception that was raised while `data` of a peer, a text, was handled. Any
+    but Malformed is a bug of this program and is logged with its traceback."""
     if isinstance(error, Malformed):
         tally.malformed += 1
         log.debug("%s %s malformed: %s: %a", peer, protocol_name, error, data[:48])
@@ -12815,10 +12739,8 @@ class UdpSocket:
             self.send(answers)
 
     def receive(self):
-        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one, on any system.
-
-        Return three lists, as MessageVector.receive() does: the data of each datagram, its peer,
-        and the address for a reply. The last two are the same list here."""
+        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one. Return three lists, as
+        MessageVector.receive() does. A reply address is a peer here."""
         packets, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
@@ -12863,9 +12785,8 @@ class TcpConnection:
     and the peer could lose the end of the answer."""
 
     def __init__(self, listener, sock, address, session):
-        """Start to read from an accepted, non-blocking socket or TlsSocket.
-
-        `listener` is the TcpListener that has accepted it, `address` the peer's address."""
+        """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
+        TlsSocket, from `address`."""
         self.listener = listener
         self.master_server = listener.master_server
         self.tally = listener.tally
@@ -12881,8 +12802,7 @@ class TcpConnection:
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
-        """Have the selector wait for something else from now on. `events`: EVENT_READ, EVENT_WRITE
-        or NO_EVENTS."""
+        """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
         if events == self.events:
             return
         selector = self.master_server.selector
@@ -12895,10 +12815,6 @@ class TcpConnection:
         self.events = events
 
     def on_readable(self, now):
-        """Read the data that have arrived, and let the session answer them.
-
-        Close the connection if it is broken, or if the peer has ended it and nothing is left to
-        send."""
         try:
             data = self.sock.recv(RECV_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -12931,9 +12847,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room.
-
-        An exception is logged and ends the session."""
+        has no more room. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -12977,17 +12891,13 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        """Write more of `unsent`. Once all of it is written, have the session answer the messages
-        that are left in its buffer."""
         if self.write(self.unsent, now) and not self.session.done:
             self.answer(now, self.session.receive, b"")
         else:
             self.wait_for_next(now)
 
     def wait_for_next(self, now):
-        """Decide what the connection waits for now: room for output, the session's job, or input.
-
-        If the session is done and all its output is written, the connection begins to linger."""
+        """Wait for room for output, the session's job, or input, or begin to linger."""
         session = self.session
         if self.is_closed:
             return
@@ -13008,24 +12918,21 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session.
-
-        Do nothing if the session does not wait for it any more: it has timed out during the job,
-        and has answered 503 already."""
+        """Pass the result of the session's job, or the exception that it raised, to the session,
+        unless it has timed out meanwhile and has answered 503 already."""
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
         """Close the connection if its deadline is over. Otherwise let the session send a greeting
-        that is due, or time out. This is called a few times a second."""
+        that is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
             self.answer(now, self.session.tick)
 
     def close(self, now):
-        """Close the connection at once and tell the session. A second call does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -13057,9 +12964,8 @@ class TlsSocket:
     SPARE_PER_BYTE = 32
 
     def __init__(self, sock, context):
-        """`context` is an ssl.SSLContext with a certificate."""
         self.sock = sock
-        self.context = context
+        self.context = context          # an ssl.SSLContext with a certificate
         self.fileno = sock.fileno
         self.tls: Any = None            # an ssl.SSLObject, once the peer has sent something
         self.received = ssl.MemoryBIO()         # what OpenSSL has not decrypted yet
@@ -13069,8 +12975,8 @@ class TlsSocket:
         self.spare_bytes = self.SPARE_BYTES
 
     def recv(self, max_bytes):
-        """Return data of the peer, b"" if it has ended its side. They are at most READ_BYTES,
-        whatever `max_bytes` is. Raise NotTls if the peer does not begin with a handshake."""
+        """Return at most READ_BYTES of data, whatever `max_bytes` is, or b"" if the peer has ended
+        its side. Raise NotTls if it does not begin with a handshake."""
         raw = self.sock.recv(self.READ_BYTES)
         if not raw:
             return b""
@@ -13079,19 +12985,8 @@ class TlsSocket:
                 raise NotTls
             self.tls = self.context.wrap_bio(self.received, self.encrypted, server_side=True)
         self.received.write(raw)
-        data = b""
         try:
-            piece = self.tls.read(self.READ_BYTES)
-            while piece:
-                data += piece
-                # To look first is cheaper than an exception for each request
-                if not (self.received.pending or self.tls.pending()):
-                    break
-                piece = self.tls.read(self.READ_BYTES)
-            if not data:
-                return b""
-        except ssl.SSLWantReadError:
-            pass
+            data = self.decrypt()
         except (ssl.SSLError, RuntimeError) as error:       # PyPy's, if OpenSSL has no text for it
             raise Malformed("TLS: %s" % error) from None
         finally:
@@ -13104,11 +12999,24 @@ class TlsSocket:
             raise BlockingIOError
         return data
 
-    def send(self, data):
-        """Send as much of the data as the socket has room for, and return the number of bytes.
+    def decrypt(self):
+        """Return the data of all records that have come as a whole."""
+        data = b""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            # To look first is cheaper than an exception for each request
+            while self.received.pending or self.tls.pending():
+                piece = self.tls.read(self.READ_BYTES)
+                if not piece:           # a close_notify
+                    # The selector now reports the end, and the next call of recv() returns it
+                    self.sock.shutdown(socket.SHUT_RD)
+                    break
+                data += piece
+        return data
 
-        If some could not be sent, the next call has to begin with them, as TcpConnection does.
-        Raise OSError before the end of the handshake."""
+    def send(self, data):
+        """Send as much of the data as the socket has room for, and return the number of bytes. If
+        some could not be sent, the next call has to begin with them. Raise OSError before the end
+        of the handshake."""
         if self.tls is None:
             raise ConnectionError("nothing has come yet")
         if not self.flush():
@@ -13185,8 +13093,6 @@ class TcpListener:
         self.is_paused = False          # True until the next tick after descriptors ran out
 
     def on_readable(self, now):
-        """Accept waiting connections, ACCEPT_CONNECTIONS at most. Pause if the system has no file
-        descriptor left for another one."""
         health = self.master_server.health
         for _ in range(ACCEPT_CONNECTIONS):
             try:
@@ -13212,25 +13118,23 @@ class TcpListener:
             self.accept(sock, canonical_address(address), now)
 
     def tick(self, now):
-        """End a pause. This is called once a second."""
         if self.is_paused:
             self.master_server.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
             self.is_paused = False
 
     def accept(self, sock, address, now):
-        """Start a session on a connection that was just accepted from `address`.
-
-        A connection over a limit gets the protocol's refusal as its session, which says so and
-        ends. A blocked address gets no answer; its connection is just closed."""
+        """Start a session on a connection that was just accepted. One over a limit gets the
+        protocol's refusal as its session, which says so and ends. A blocked address gets no answer.
+        """
         master_server, protocol = self.master_server, self.protocol
-        is_refused = self.is_over_limit(address, now)
-        # A refusal in words would cost a handshake, which takes longer than most requests
-        if address in master_server.rules.blocked or (is_refused and self.uses_tls):
-            self.tally.limited += 1
-            sock.close()
-            return
+        is_refused = self.is_over_limit(address, now)           # as a blocked address always is
         if is_refused:
             self.tally.limited += 1
+            # By TLS, a refusal in words would cost a handshake, which takes longer than most
+            # requests
+            if self.uses_tls or address in master_server.rules.blocked:
+                sock.close()
+                return
             session = protocol.refusal(address, now)
         else:
             self.tally.connections += 1
@@ -13250,8 +13154,8 @@ class TcpListener:
             connection.on_readable(now)
 
     def is_over_limit(self, address, now):
-        """Return whether this source has too many open connections or opens them too fast. The call
-        counts as an attempt to open one."""
+        """Has this source too many open connections, or opens it them too fast? The call counts as
+        an attempt to open one."""
         master_server = self.master_server
         rules = master_server.rules
         max_open = master_server.settings["limits.connections_open"]
@@ -13379,8 +13283,7 @@ class WorkerThread:
     job."""
 
     def __init__(self, name, post):
-        """`name`: the thread's name for the log; `post`: MasterServer.post, through which the
-        thread hands results to the event loop."""
+        """`post` is MasterServer.post, through which the thread hands results to the event loop."""
         self.name = name
         self.post = post
         self.jobs = queue.SimpleQueue()
@@ -13401,7 +13304,6 @@ class WorkerThread:
         self.jobs.put((job, on_result))
 
     def work(self):
-        """Do the jobs in the queue, one after another. A None in the queue ends the thread."""
         for job, on_result in iter(self.jobs.get, None):
             try:
                 result = job()
@@ -13411,10 +13313,10 @@ class WorkerThread:
 
     def stop(self, timeout):
         """Have the thread end after the jobs that are waiting, and wait `timeout` seconds for that.
-        Return True if it has ended or never ran, and False if it is still busy."""
+        Return False if it is still busy then."""
         if self.thread is None:
             return True
-        self.jobs.put(None)
+        self.jobs.put(None)             # ends work()
         self.thread.join(timeout)
         return not self.thread.is_alive()
 
@@ -13430,8 +13332,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
     """The log file. If it has been closed, the next line opens it again, as logrotate expects."""
 
     def rotate(self, source, dest):
-        """Rename the log file. If that fails, because the folder is not writable or because another
-        program has the file open on Windows, the file just goes on growing."""
+        # If the folder is not writable, or if another program has the file open on Windows, the
+        # file just goes on growing
         with contextlib.suppress(OSError):
             super().rotate(source, dest)
 
@@ -13474,8 +13376,8 @@ def start_log(settings):
 
 
 def end_log():
-    """Remove the handlers of start_log(), after the lines that are waiting have been written. If
-    that takes longer than LOG_END_S, the remaining lines may be lost."""
+    """End start_log()'s work, after the lines that are waiting have been written. If that takes
+    longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
         if isinstance(handler, logging.handlers.QueueHandler):
             log.removeHandler(handler)
@@ -13496,7 +13398,6 @@ class HostNames:
     look-up itself happens in the event loop."""
 
     def __init__(self, post):
-        """`post`: see WorkerThread."""
         self.worker = WorkerThread("names", post)
         # The callers that wait for each look-up, by (source, host, like)
         self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
@@ -13546,10 +13447,8 @@ class HostNames:
                                functools.partial(self.on_result, key))
 
     def on_result(self, key, result, now):
-        """Start the next look-up, and pass the result of this one to its waiters.
-
-        `result` is the address, or the exception that the look-up has raised. In the second case
-        the waiters get the address ""."""
+        """Start the next look-up, and pass the result of this one, an address or an exception, to
+        its waiters."""
         self.is_busy = False
         source, _, _ = key
         if source:
@@ -13607,7 +13506,7 @@ class Webhook(WorkerThread):
     is_dismissed = False
 
     def __init__(self, name, line):
-        """Take a line of [webhooks]: its name, and its value, which is "FORMAT URL"."""
+        """`line` is "FORMAT URL"."""
         # Nothing happens in the event loop after a delivery
         super().__init__("webhook " + name, post=lambda *result: None)
         self.line = line
@@ -13619,11 +13518,10 @@ class Webhook(WorkerThread):
         self.stop(0.0)
 
     def deliver(self, until, media_type, body):
-        """Send one message, in at most WEBHOOK_TRIES attempts.
+        """Send one message, in at most WEBHOOK_TRIES attempts, before the time `until`.
 
-        Give up at the time `until`, by time.monotonic(). A response with status 429 only asks for a
-        pause, and does not count as an attempt. The log says when this webhook begins to fail and
-        when it works again."""
+        A response with status 429 only asks for a pause, and does not count as an attempt. The log
+        says when this webhook begins to fail and when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -13662,9 +13560,7 @@ class News:
     follows = staticmethod(lambda server, now: True)
 
     def __init__(self, settings, registry, gauges):
-        """`gauges` has figures for /metrics, by name. One of them is the number of dropped
-        messages."""
-        self.gauges = gauges
+        self.gauges = gauges                        # figures for /metrics, by name
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
@@ -13678,10 +13574,8 @@ class News:
         self.read(settings)
 
     def read(self, settings):
-        """Apply these settings, at the start and after a reload.
-
-        A webhook whose line in the ini has not changed keeps its waiting messages. The other old
-        webhooks are dismissed."""
+        """Apply these settings. A webhook whose line in the ini has not changed keeps its waiting
+        messages. The other old webhooks are dismissed."""
         self.settings = settings
         old_hooks = self.hooks
         self.hooks = {}
@@ -13695,10 +13589,8 @@ class News:
                 hook.dismiss()
 
     def tick(self, now):
-        """Note the time, and forget the servers that have left. This is called once a second.
-
-        A server may leave and be listed again at once, because another master has heard it too.
-        Such a server is not forgotten."""
+        """Forget the servers that have left, but not those that were listed again at once, because
+        another master has heard them too."""
         self.now = now
         for key in self.departed:
             if self.registry.get(*key) is None:
@@ -13753,10 +13645,7 @@ class News:
 
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
-        master to send it.
-
-        If there were NEWS_PER_MINUTE messages in the last minute, the message is dropped and not
-        recorded."""
+        master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
         now, sends = self.now, self.sends(self.now)
         times = self.recent_message_times
         if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
@@ -13796,10 +13685,9 @@ def file_stamps(settings):
 
 
 def load_country_file(settings):
-    """Read the file with the countries that the settings name, and return the CountryFile.
-
-    Return None if they name none. Raise SettingsError if it cannot be read. The file is read into
-    memory: were it mapped, the program would crash when somebody copies a new file over it."""
+    """Return the CountryFile that the settings name, None if they name none. Raise SettingsError if
+    it cannot be read. The file is read into memory: were it mapped, the program would crash when
+    somebody copies a new file over it."""
     path = settings.file("http.countries")
     if not path:
         return None
@@ -13851,16 +13739,14 @@ def check_is_file(path):
 
 
 def is_special(path):
-    """Return whether the path exists and is not a plain file but a pipe, a terminal or a folder."""
+    """Is there a pipe, a terminal or a folder at this path?"""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
 def adopt_settings(settings, new_settings):
-    """Copy from `new_settings` into `settings` the values that have changed, if they may change
-    while the program runs. Log a warning for each of the others that has changed: it needs a
-    restart. Return the names of the settings that were copied.
-
-    A setting that names a text file has also changed if the text in the file has."""
+    """Copy from `new_settings` into `settings` what has changed, and may change while the program
+    runs, also in the texts of files. Log for each of the others that it needs a restart. Return the
+    names of the settings that were copied."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
@@ -15554,8 +15440,8 @@ class MasterServer:
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
                  reload: Optional[Callable[[], Settings]] = None) -> None:
-        """Create everything that does not need a socket, and read the text files that the settings
-        name. Raise SettingsError if a setting is wrong or a text file cannot be read."""
+        """Create everything that does not need a socket. Raise SettingsError if a setting is wrong,
+        or if a file that the settings name cannot be used."""
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
@@ -15719,10 +15605,8 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Run one round of the event loop: wait until a socket is ready or a tick is due, handle
-        all sockets that are ready, and make the ticks that are due.
-
-        `until` is the time, by the monotonic clock, at which the waiting ends in any case."""
+        """Run one round of the event loop: wait until a socket is ready, a tick is due or the time
+        `until` has come, handle all sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -15744,15 +15628,12 @@ class MasterServer:
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def tick(self, now):
-        """Expire servers, call tick() of listeners and protocols, save changes, and read the
-        settings again if a file has changed.
-
-        This is called once a second. A fault in one of these does not stop the others."""
+        """Do the work of each second. A fault in one part of it does not stop the others."""
         self.set_epoch()
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
-            self.guarded(self.check_certificate, self.certificate, now, time.time())
+            self.guarded(self.check_certificate, now, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         self.tell_changes()
@@ -15772,10 +15653,11 @@ class MasterServer:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
-    def check_certificate(self, certificate, now, wall):
+    def check_certificate(self, now, wall):
         """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
         day in the log. `now` and `wall` are the same moment by both clocks."""
-        left_s = certificate.expires - wall
+        expires = self.certificate.expires
+        left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
         self.health.pop("certificate", None)
         if self.certificate_trouble:
@@ -15786,24 +15668,20 @@ class MasterServer:
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
-            expires_on = utc_datetime(certificate.expires).date()
-            trouble = "the certificate for HTTPS expires on %s" % expires_on
+            trouble = "the certificate for HTTPS expires on %s" % utc_datetime(expires).date()
         self.health["certificate"] = trouble
         if now >= self.next_certificate_warning:
             self.next_certificate_warning = now + DAY
             log.warning("%s; renew [http] certificate", trouble)
 
     def tick_protocol(self, protocol, now):
-        """Call a protocol's tick(), and send the (data, peer) pairs that it returns."""
         for data, peer in protocol.tick(now) or ():
             self.send_from(protocol, data, peer)
 
     def send_from(self, protocol, data, peer):
         """Send a datagram from a protocol's first socket of the peer's address family, or drop it
-        if there is none.
-
-        An operator who binds several addresses therefore puts the one that can reach all peers
-        first."""
+        if there is none. So an operator who binds several addresses puts the one that can reach all
+        peers first."""
         address, *_ = peer
         is_ipv6 = ":" in address
         udp_socket = self.tick_sockets.get((protocol, is_ipv6))
@@ -15843,8 +15721,8 @@ class MasterServer:
                      len(logged) - LOGGED_EVENTS)
 
     def guarded(self, call, *arguments):
-        """Call a function with these arguments. If it raises an exception, log that as a fault of
-        the program and return normally, so that one fault does not stop the loop."""
+        """Call a function with these arguments. An exception is logged as a fault of the program,
+        and does not stop the loop."""
         try:
             call(*arguments)
         except Exception:
@@ -15859,22 +15737,18 @@ class MasterServer:
         self.wake()
 
     def wake(self):
-        """Make the selector return. This may be called from any thread or from a signal
-        handler."""
+        """Make the selector return. This may be called like post()."""
         if self.wake_out is not None:
             # A full socket wakes the selector anyway. A closed one means that the loop has ended
             with contextlib.suppress(OSError):
                 self.wake_out.send(b"\0")
 
     def on_wake(self, now):
-        """Make the posted calls. Read the bytes of wake() first, so that the selector does not
-        return for them again."""
         self.wake_in.recv(4096)
         self.run_posted_calls(now)
 
     def run_posted_calls(self, now):
-        """Make the calls that have been posted so far. Calls that these post are left for the next
-        round."""
+        """Make the calls that have been posted so far, not those that these post."""
         for _ in range(len(self.posted_calls)):
             call, *arguments = self.posted_calls.popleft()
             self.guarded(call, *arguments, now)
@@ -15962,8 +15836,7 @@ class MasterServer:
         return problems
 
     def open_socket(self, entry, protocol, host, port):
-        """Bind one socket and serve a protocol there. Raise OSError if the address and port cannot
-        be bound."""
+        """Bind one socket and serve a protocol there. Raise OSError."""
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         sock = bound_socket(family, entry.transport, host, port)
@@ -15986,7 +15859,6 @@ class MasterServer:
     # Settings
 
     def on_file_stamps(self, stamps, now):
-        """Read the settings again if the disk thread has found that a file has changed."""
         self.is_looking_at_files = False
         if stamps != self.file_stamps and not isinstance(stamps, Exception):
             self.file_stamps = stamps
@@ -16025,8 +15897,7 @@ class MasterServer:
             self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
-        """Use the Certificate that the disk thread has loaded. If `result` is an exception, log it,
-        and keep the old certificate."""
+        """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
             self.certificate_trouble = str(result)
             log.error("the old certificate stays in force: %s", result)
@@ -16039,9 +15910,8 @@ class MasterServer:
         self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
-        """Use the CountryFile that the disk thread has read, or None if the settings name none.
-
-        If `result` is an exception, log it, and keep the old file."""
+        """Use the CountryFile that the disk thread has read, or None if the settings name none,
+        unless `result` is an exception."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
             return
@@ -17239,13 +17109,13 @@ def ftp_login(url):
     """Return the user and the password for an FTP URL. An anonymous login has "" for both."""
     user = urllib.parse.unquote(url.username or "")
     password = os.environ.get("MASTERSERVER_FTP_PASSWORD", "")
+    login = None
     if not password:
         with contextlib.suppress(FileNotFoundError):
-            # ~/.netrc may also give the user
             login = netrc.netrc().authenticators(url.hostname)
-            netrc_user, _, password = login or ("", "", "")
-            user = user or netrc_user
-    return user, password
+    # ~/.netrc may also give the user
+    netrc_user, _, netrc_password = login or ("", "", password)
+    return user or netrc_user, netrc_password
 
 
 def upload(url, file_name, data):
