@@ -492,27 +492,8 @@ def read_engine(text):
             "unix:///path; in a password write %40 for @, %2F for / and %5B for [") from None
 
 
-# The default ports of the games' masters
-MASTER_PORTS = {
-    "iceball": 27790,
-    "subspace": 4990,
-    "hyperbol": 20203,
-    "aio": 27011,
-    "quake3": 27950,
-    "luanti": 27790,
-    "ddnet": 27790,
-}
-# The games whose servers this program can query, so that it can list what another master names.
-# Each has the setting that can switch it off
-UPSTREAM_GAMES = {
-    "quake3": "quake3.port",
-    "hyperbol": "hyperbol.port",
-    "subspace": "subspace.port",
-    "aio": "aio.port",
-    "luanti": "luanti.enabled",
-}
-# HOST[:PORT] or, of the Quake III family, HOST[:PORT] GAMENAME PROTOCOL, as metrics can show it
-UPSTREAM_WORDS = re.compile(r"(\S+)(?: ([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8}))?")
+# The rooms of the games by their ids. Section 10 fills this table
+ROOMS: Dict[str, Any] = {}
 
 
 class Upstream(NamedTuple):
@@ -520,25 +501,28 @@ class Upstream(NamedTuple):
 
     The servers in it are queried here, and listed if they answer."""
 
-    game: str                           # one of UPSTREAM_GAMES
+    game: str                           # the id of its room
     host: str
     port: int
     tls: bool = False                   # whether a web server is asked by HTTPS
-    gamename: str = ""                  # of a list of the Quake III family
-    protocol: str = ""                  # the number in its servers' answers, as text
+    words: Tuple[str, ...] = ()         # values of the room's list_options
 
     @property
     def name(self) -> str:
         """The master's name for pages: its host, and its port if that is not the usual one."""
-        usual_port = WEB_PORTS["https"] if self.tls else MASTER_PORTS[self.game]
+        usual_port = WEB_PORTS["https"] if self.tls else ROOMS[self.game].master_port
         return self.host if self.port == usual_port else endpoint_text(self.host, self.port)
 
     @property
     def label(self) -> str:
         """The list's name for the operator. No two lists have the same."""
         place = "https://" + self.name if self.tls else self.name
-        words = self.game, place, self.gamename, self.protocol
-        return " ".join(word for word in words if word)
+        return " ".join((self.game, place, *self.words))
+
+    def choice(self) -> Dict[str, str]:
+        """Return what the words choose, by the names of the room's list_options."""
+        names = [option.name for option in ROOMS[self.game].list_options]
+        return dict(zip(names, self.words))
 
 
 def read_upstreams(text):
@@ -551,24 +535,27 @@ def read_upstreams(text):
 
 def read_upstream(line):
     game, *words = line.split()
-    if game == "iceball":
-        raise ValueError("Iceball's servers answer no queries, so they cannot be taken over from "
-                         "another list")
-    if game not in UPSTREAM_GAMES:
-        raise ValueError("expected one of %s, and after it a host" % ", ".join(UPSTREAM_GAMES))
-    match = UPSTREAM_WORDS.fullmatch(" ".join(words))
-    place_text, gamename, protocol = match.groups("") if match else ("", "", "")
+    room = ROOMS.get(game)
+    if room is not None and not room.answers_queries:
+        raise ValueError("%s's servers answer no queries, so they cannot be taken over from "
+                         "another list" % room.title)
+    if room is None:
+        games = [game for game, room in ROOMS.items() if room.answers_queries]
+        raise ValueError("expected one of %s, and after it a host" % ", ".join(games))
     try:
-        host, port, tls = read_master_place(place_text, WEB_PORTS if game == "luanti" else ())
+        place, *choice = words
+        host, port, tls = read_master_place(place, WEB_PORTS if room.fetched_over == "http" else ())
         if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
-        if bool(gamename) != (game == "quake3"):
+        if len(choice) != len(room.list_options):
             raise ValueError("too many words, or too few")
+        for option, word in zip(room.list_options, choice):
+            option.read(word)
     except ValueError:
-        raise ValueError(
-            "expected GAME HOST[:PORT]; for quake3 with GAMENAME PROTOCOL after it, as in quake3 "
-            "dpmaster.example.org Xonotic 3; for luanti HOST may be https://HOST") from None
-    return Upstream(game, host.lower(), port or MASTER_PORTS[game], tls, gamename, protocol)
+        host_form = "[https://]HOST[:PORT]" if room.fetched_over == "http" else "HOST[:PORT]"
+        names = [option.name.upper() for option in room.list_options]
+        raise ValueError("expected " + " ".join([game, host_form, *names])) from None
+    return Upstream(game, host.lower(), port or room.master_port, tls, tuple(choice))
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -3520,6 +3507,15 @@ class Send(NamedTuple):
     accepted: bool = False                      # whether the master has said that it lists us
 
 
+class ListOption(NamedTuple):
+    """A parameter of fetch(): an option of `list`, and a word after the host in [upstream]."""
+
+    name: str
+    default: str
+    read: Callable[[str], str]                  # returns the value; raises ValueError
+    help: str
+
+
 class HttpAnswer(NamedTuple):
     """The answer to a request by HTTP."""
 
@@ -3735,9 +3731,12 @@ class Game:
     announce_offset = 0                         # from the master's port to that for announcements
     dialects: Tuple[str, ...] = ()              # of announce() and fetch(), the one to query last
     dialect = ""                                # what they speak; the caller sets it
+    epoch = 0.0                                 # wall clock minus monotonic clock; the program sets
     answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
     offset = 0                                  # from the players' port to the one that is queried
     fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
+    list_options: Tuple[ListOption, ...] = ()   # what fetch() has to be told
+    answers_queries = False                     # whether its servers answer question()
     exported = ""                               # the list that `export` writes
 
     def __init__(self, master=None):
@@ -4274,6 +4273,7 @@ class PolledGame(Game):
     the servers that answer. poll_missed() removes the servers that do not; a server that the ini
     names is shown as not responding instead."""
 
+    answers_queries = True
     # How long a query waits for its answer
     timeout_s = POLL_TIMEOUT_S
     # A poll is missed after this many queries without an answer
@@ -4313,6 +4313,11 @@ class PolledGame(Game):
         Return None if another question follows. Raise Malformed if the data are not an answer to
         this query, and Refused if the server may not be listed; the query then stays open."""
         raise NotImplementedError
+
+    def answers_so_far(self, target: Target) -> Optional[Dict[str, Any]]:
+        """Return what the target has said, if it may leave the question that it was asked last
+        unanswered, and None otherwise."""
+        return None
 
     def goodbye(self, data: bytes) -> bytes:
         """Return what the game server is sent after its last answer, or b""."""
@@ -5258,7 +5263,7 @@ class Hyperbol(PolledGame, TcpProtocol):
         return HyperbolSession(self, address, now)
 
     def xml_list(self, entries, now):
-        rendered_at = utc_datetime(now + self.master.epoch).replace(microsecond=0)
+        rendered_at = utc_datetime(now + self.epoch).replace(microsecond=0)
         head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n'
         times = rendered_at.astimezone().isoformat(), rendered_at.isoformat()
         return (head % times).encode() + b"".join(entries) + b"</serverlist>\n"
@@ -7105,7 +7110,7 @@ class AioSession(MessageSession):
         return ""
 
 
-class Aio(TcpProtocol, PolledGame):
+class Aio(PolledGame, TcpProtocol):
     """AIO, three generations on one port. Documents: "AIO masterserver protocol"; captures of the
     two later generations.
 
@@ -7586,7 +7591,7 @@ def read_quake3_packet(data):
     return servers, is_last
 
 
-class Quake3(UdpProtocol, PolledGame):
+class Quake3(PolledGame, UdpProtocol):
     r"""The protocol of Quake III Arena's master, as dpmaster speaks it for the whole family.
 
         > ffffffff "heartbeat QuakeArena-1\n"           every 5 minutes, and twice at shutdown
@@ -7620,6 +7625,13 @@ class Quake3(UdpProtocol, PolledGame):
                       'set sv_master1 "%(host)s:%(port)d"')
     announced_over = ""
     fetched_over = "udp"
+    # As metrics can show them
+    list_options = (
+        ListOption("gamename", "Quake3Arena", pattern_reader(r"[!#-\[\]-~]{1,32}", "a gamename"),
+                   "such as Xonotic"),
+        ListOption("protocol", "68", pattern_reader("0|-?[1-9][0-9]{0,8}", "a number"),
+                   "68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's"),
+    )
     ipv4_only = False
     # These values remove a server within 5 s of its farewell
     timeout_s = 1.0
@@ -12471,7 +12483,7 @@ GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3)
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
     *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
-ROOMS = {game.game: game for game in GAMES}
+ROOMS.update((game.game, game) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 GAME_TITLES = {}
 for each_game in GAMES:
@@ -14642,27 +14654,15 @@ class Cluster:
         return heard_or_unreachable_until + HOUR
 
 
-# --- Lists of other masters ----------------------------------------------------------------------
+# --- Conversations with other masters ------------------------------------------------------------
 #
-# These functions block: they run in the thread of Upstreams, and in the command `list`. To add a
-# game, write a function that takes a host and a port and returns a list of dicts that can be
-# written as JSON, and add it to LISTS. If no list comes, the function raises an OSError or
-# Malformed whose text says why.
+# A conversation is a generator of a room, such as fetch() or announce(). These functions drive it
+# over a socket. They block: they run in the thread of Upstreams, and in the commands.
 
 ASK_TRIES = 3                       # datagrams that are sent before a server counts as silent
 ASK_WAIT_S = 2.0                    # for each answer: several round trips around the world
-# The time for a whole list. A megabit a second is enough for Luanti's, which has 3 MB
-ASK_TOTAL_S = 30.0
-FETCH_S = 10.0                      # a list server that is silent for this long does not answer
-FETCH_BYTES = 24 << 20              # a list of 50,000 servers has 20 MB in its longest form
-# A value in a list in JSON may have this length. The longest entries are DDNet's, with 100 kB
-JSON_VALUE_CHARACTERS = 1 << 17
-JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
-LIST_SERVERS = 65536                # a master lists 50,000 of all games by default
-HYPERBOL_LIST_S = 5.0               # the document's script waits this long for the master
-HYPERBOL_ALL_SERVERS = 255          # the filter that asks for all servers, from the document
-ALL_ZONES_REQUEST = ZONE_LIST_REQUEST + bytes(4)       # for all zones with at least 0 players
-PORT_BYTES = 2
+CONNECT_S = 10.0                    # for a TCP connection to be established
+STEP_S = 0.25                       # a waiting thread looks this often whether it must stop
 
 
 @contextlib.contextmanager
@@ -14677,276 +14677,106 @@ def udp_socket(host, port):
         yield sock
 
 
-def udp_ask(sock, question, read_answer, tries=ASK_TRIES):
-    """Send a question up to `tries` times, until an answer comes.
-
-    `read_answer(data)` reads a datagram, and raises Malformed if it is not an answer. Return its
-    result and the round trip time in milliseconds. Raise TimeoutError if no answer comes."""
-    trouble = ""
-    sock.settimeout(ASK_WAIT_S)
-    for _ in range(tries):
-        asked_at = time.monotonic()
-        try:
-            sock.send(question)
-            result = read_answer(sock.recv(POLL_ANSWER_BYTES))
-        except Malformed as error:
-            trouble = "; what came is not an answer: %s" % error
-        except socket.timeout:
-            pass
-        else:
-            ping_ms = (time.monotonic() - asked_at) * 1000
-            return result, round(ping_ms, 1)
-    _, port, *_ = sock.getpeername()
-    raise TimeoutError("no answer from UDP port %d%s" % (port, trouble))
+def never():
+    return False
 
 
-def tcp_ask(sock, question, read_answer):
-    """Send a question, receive data until `read_answer(data)` accepts them, and return its result.
+def converse(conversation, sock, on_step=bool, is_over=never):
+    """Drive a conversation over TCP or UDP to its end, and return what it returns.
 
-    `read_answer` is given all data received so far, and returns None as long as they are not
-    complete. The socket's timeout limits the wait for each piece, ASK_TOTAL_S the whole exchange.
-    Raise OSError if one of them is exceeded or the connection breaks, and Malformed if the other
-    side closes it before the answer is complete."""
-    for data in received_so_far(sock, question, FETCH_BYTES, "%d bytes" % FETCH_BYTES):
-        result = read_answer(data)
-        if result is not None:
-            return result
-    raise Malformed("no list came before the end")
-
-
-def tcp_read_all(sock, question, entry_bytes=0):
-    """Send a question, and return all data that come until the other side closes the connection.
-
-    If the answer consists of entries with `entry_bytes` bytes each, at most LIST_SERVERS of them
-    are accepted. Deadlines and errors are those of tcp_ask()."""
-    max_bytes = FETCH_BYTES
-    limit_text = "%d bytes" % FETCH_BYTES
-    if entry_bytes:
-        max_bytes = entry_bytes * LIST_SERVERS
-        limit_text = "%d servers" % LIST_SERVERS
-    data = bytearray()
-    for data in received_so_far(sock, question, max_bytes, limit_text):
-        pass
-    return data
-
-
-def received_so_far(sock, question, max_bytes, limit_text):
-    """Send a question, and yield all data received so far each time that more have come.
-
-    The generator ends when the other side closes the connection. Raise Malformed if more than
-    `max_bytes` come; `limit_text` is that limit in words. Raise OSError after a timeout."""
-    sock.sendall(question)
-    data = bytearray()
-    deadline = time.monotonic() + ASK_TOTAL_S
+    on_step(step) is told each Send. If is_over() becomes true, the conversation ends, and the
+    result is None. Raise OSError if the connection breaks. By UDP that means that nobody has the
+    other port at the moment."""
+    data = None
+    deadline = math.inf
     while True:
-        piece = sock.recv(RECV_BYTES)
-        if not piece:
-            return
-        data += piece
-        yield data
-        if len(data) > max_bytes:
-            raise Malformed("more than " + limit_text)
-        check_deadline(deadline)
-
-
-def check_deadline(deadline):
-    """Raise TimeoutError if the deadline of an exchange, ASK_TOTAL_S after its start, is over."""
-    if time.monotonic() > deadline:
-        raise TimeoutError("it was not complete within %g s" % ASK_TOTAL_S)
-
-
-class ZoneListLink(SubSpaceLink):
-    """The player's end of the exchange by which SubSpaceList sends its list.
-
-    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
-
-    zones = b""
-    total = FETCH_BYTES
-
-    def on_packet(self, packet, now):
-        """Add a piece of the list to `zones`. Other packets are ignored.
-
-        A piece is 00 0a, the size of the whole list as u32, and some bytes of the list."""
-        if packet[:2] == LINK_LIST_PIECE:
-            size, chunk = packet[2:6], packet[6:]
-            self.total = min(self.total, int.from_bytes(size, "little"))
-            self.zones += chunk
-
-
-def list_subspace(host, port):
-    """Return the zones that a SubSpace master lists, from the exchange on its UDP port."""
-    with udp_socket(host, port) as sock:
-        first_version, *_ = LINK_VERSIONS
-        connect = LINK_CONNECT + os.urandom(3) + b"\0" + first_version
-        udp_ask(sock, connect, read_answer=bytes)   # any datagram means that the master agrees
-        link = fetch_zones(sock)
-        with contextlib.suppress(OSError):      # the master may have stopped
-            sock.send(LINK_DISCONNECT)
-    if len(link.zones) != link.total:
-        raise TimeoutError("no list from UDP port %d" % port)
-    return parse_zone_list(link.zones)
-
-
-def fetch_zones(sock):
-    """Receive the list of zones, after the master has accepted the connection.
-
-    Return the ZoneListLink, whose list may be incomplete: the master may have disconnected, or
-    ASK_TOTAL_S may have passed."""
-    sock.settimeout(LINK_RESEND_S / 2)
-    deadline = time.monotonic() + ASK_TOTAL_S
-    link = ZoneListLink(time.monotonic(), [ALL_ZONES_REQUEST])
-    packets = link.tick(time.monotonic())
-    while len(link.zones) < link.total and not link.is_closed:
-        if time.monotonic() >= deadline:
-            break
-        for packet in packets:
-            sock.send(packet)
         try:
-            packets = link.receive(sock.recv(LINK_PACKET_BYTES), time.monotonic())
-        except (socket.timeout, Malformed):
-            packets = link.tick(time.monotonic())
-    return link
+            step = conversation.send(data)
+        except StopIteration as stop:
+            return stop.value
+        on_step(step)
+        if step.wait_s is not None:
+            deadline = time.monotonic() + step.wait_s
+        for piece in step.data if isinstance(step.data, list) else [step.data]:
+            if piece:
+                sock.sendall(piece)
+        data = received_before(deadline, sock, is_over)
+        if is_over():
+            return None
 
 
-def list_hyperbol(host, port):
-    """Return the servers that a Hyperbol master lists.
-
-    The master greets with a key, which the request repeats, and closes after the list."""
-    with socket.create_connection((host, port), HYPERBOL_LIST_S) as sock:
-        # The greeting is so short that it arrives in one segment
-        greeting = sock.recv(HYPERBOL_GREETING.size)
-        key, _ = parse_hyperbol_greeting(greeting)
-        request = HYPERBOL_REQUEST.pack(key, HYPERBOL_ALL_SERVERS)
-        data = tcp_read_all(sock, request, entry_bytes=HYPERBOL_ENTRY.size)
-    servers = []
-    for address, server_port, flavor in parse_hyperbol_list(data):
-        servers.append({"address": address, "port": server_port, "flavor": flavor})
-    return servers
+def received_before(deadline, sock, is_over):
+    """Return what comes from a socket before the deadline. Return None if nothing comes."""
+    while not is_over():
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        sock.settimeout(min(left_s, STEP_S))
+        with contextlib.suppress(socket.timeout):
+            return sock.recv(RECV_BYTES)
+    return None
 
 
-class JsonList(NamedTuple):
-    """The path of a game's list in JSON, and the names of those members that differ by game."""
+def converse_by_http(conversation, place, on_step=bool, is_over=never):
+    """Drive a conversation over HTTP, as converse() does.
 
-    path: str
-    servers: str                        # the member that is the array of servers
-    players: str                        # the member of a server with its number of players
-    max_players: str                    # the member of a server with its maximum of players
-
-
-ICEBALL_LIST = JsonList("/master.json", "servers", "players_current", "players_max")
-LUANTI_LIST = JsonList("/list", "list", "clients", "clients_max")
-DDNET_LIST = JsonList(DDNET_SERVERS, "servers", "clients", "max_players")
-
-
-def list_iceball(host, port, tls=False):
-    """Return the servers that an Iceball master lists, by HTTPS if `tls` is true."""
-    return list_json(host, port, ICEBALL_LIST, tls)
-
-
-def list_luanti(host, port, tls=False):
-    """Return the servers that a Luanti server list lists, by HTTPS if `tls` is true."""
-    return list_json(host, port, LUANTI_LIST, tls)
+    `place` has the arguments of http_answer() before the path."""
+    answer = None
+    while True:
+        try:
+            step = conversation.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        on_step(step)
+        answer = http_answer(*place, step.path, step.data) if step.path else None
+        waits_until = time.monotonic() + (step.wait_s or 0.0)
+        while not step.path and not is_over() and time.monotonic() < waits_until:
+            time.sleep(STEP_S)
+        if is_over():
+            return None
 
 
-def list_json(host, port, json_list, tls):
-    """Fetch a list in JSON by HTTP, and return its servers as dicts. `json_list` is its JsonList.
+def http_answer(host, port, tls, address, path, data=b""):
+    """Request a path by HTTP or HTTPS; a POST if there are data. Return the HttpAnswer.
 
-    Raise Malformed if the response is not such a list."""
-    entries = list(fetch_json_list(host, port, json_list, tls))
-    return read_json_entries(entries, json_list, json_entry)
-
-
-def read_json_entries(entries, json_list, read_entry):
-    """Return what `read_entry(entry, json_list)` returns for each entry of a list in JSON.
-
-    Raise Malformed if it cannot read one."""
-    try:
-        return [read_entry(entry, json_list) for entry in entries]
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Malformed("%s: %r" % (json_list.path, error)) from None
-
-
-def list_ddnet(host, port, tls=False):
-    """Return the servers that a DDNet master lists, by HTTPS if `tls` is true.
-
-    Each has the first address of its entry."""
-    entries = list(fetch_json_list(host, port, DDNET_LIST, tls))
-    return read_json_entries(entries, DDNET_LIST, ddnet_list_entry)
-
-
-def fetch_json_list(host, port, json_list, tls=False, address=""):
-    """Fetch a list in JSON by HTTP or, if `tls` is true, by HTTPS. Yield its entries.
-
-    `address` is the host's address, if the caller has looked it up already. Raise Malformed if the
-    response is not a list, and OSError if there is none, or if the host's certificate is wrong."""
+    `address` is that of the host if it is known already, or "". Raise OSError if there is no
+    answer, or if the host's certificate is wrong, and Malformed if it is not HTTP."""
     # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
-    host_field = endpoint_text(host, port)
-    request = "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" % (json_list.path, host_field)
-    with web_socket(host, port, tls, address) as sock:
-        response = tcp_read_all(sock, request.encode())
-    head, _, body = bytes(response).partition(b"\r\n\r\n")
-    status_line, _, _ = head.partition(b"\r\n")
-    try:
-        check_status(status_line)
-        yield from json_array(body.decode(), json_list.servers)
-    except (RecursionError, ValueError) as error:
-        raise Malformed("%s: %s" % (json_list.path, error_text(error))) from None
+    head = "%s %s HTTP/1.0\r\nHost: %s\r\n" % (
+        "POST" if data else "GET", path, endpoint_text(host, port))
+    if data:
+        head += "Content-Type: application/json\r\nContent-Length: %d\r\n" % len(data)
+    # A certificate is valid for the name, and not for the address
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(
+            socket.create_connection((address or host, port), CONNECT_S))
+        if tls:
+            import ssl                  # some builds of Python have no OpenSSL
+            context = ssl.create_default_context()
+            sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
+        request = head.encode() + b"\r\n" + data
+        response = converse(received_until_closed(request), sock)
+    head, _, body = response.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/1\.[0-9] ([0-9]{3})\b", head)
+    if not status:
+        raise Malformed("no answer by HTTP; is that the port of the master's page?")
+    return HttpAnswer(int(status.group(1)), body)
 
 
-def check_status(status_line):
-    """Raise ValueError unless this is the first line of a response with the status 200."""
-    if not re.match(rb"HTTP/1\.[0-9] 200\b", status_line):
-        raise ValueError("the answer is %a" % decode_legacy(status_line))
+def fetch_list(room, host, port, tls=False, address="", **choice):
+    """Fetch the list of a master, in the dialect of a room. Return its entries, an iterable of
+    dicts, which may raise Malformed.
 
-
-def web_socket(host, port, tls, address=""):
-    """Connect to a web server, and return the socket. `address` is as in fetch_json_list().
-
-    Raise OSError if there is no connection or, with `tls`, if the server's certificate is not valid
-    for the host."""
-    sock = socket.create_connection((address or host, port), FETCH_S)
-    if not tls:
-        return sock
-    import ssl                      # the import takes 10 ms, and only TLS needs the module
-    try:
-        context = ssl.create_default_context()
-        return context.wrap_socket(sock, server_hostname=host)
-    except BaseException:
-        sock.close()
-        raise
-
-
-def ddnet_list_entry(entry, json_list):
-    """Return one server of DDNet's list as a dict with the keys that other games' lists have.
-
-    Only the clients that play are counted."""
-    info = entry["info"]
-    first_address, *_ = entry["addresses"]
-    address, port = ddnet_endpoint(first_address)
-    return {
-        "address": address,
-        "name": clean(str(info["name"])),
-        "mode": clean(str(info["game_type"])),
-        "map": clean(str(info["map"]["name"])),
-        "version": clean(str(info["version"])),
-        "port": port,
-        "players": count_ddnet_players(info),
-        "max_players": int(info[json_list.max_players]),
-    }
-
-
-# For each game the function that fetches a list, and the default port of the game's masters
-LISTS: Any = {
-    "iceball": (list_iceball, MASTER_PORTS["iceball"]),
-    "subspace": (list_subspace, MASTER_PORTS["subspace"]),
-    "hyperbol": (list_hyperbol, MASTER_PORTS["hyperbol"]),
-    "luanti": (list_luanti, MASTER_PORTS["luanti"]),
-    "ddnet": (list_ddnet, MASTER_PORTS["ddnet"]),
-}
-
-
-# Those of these functions that may be told to use HTTPS
-WEB_LISTS = list_iceball, list_luanti, list_ddnet
+    `address` is that of the host if it is known already, `choice` has values of room.list_options.
+    Raise OSError or Malformed if there is no list."""
+    conversation = room.fetch(**choice)
+    if room.fetched_over == "http":
+        return converse_by_http(conversation, (host, port, tls, address))
+    if room.fetched_over == "udp":
+        with udp_socket(address or host, port) as sock:
+            return converse(conversation, sock)
+    with socket.create_connection((address or host, port), CONNECT_S) as sock:
+        return converse(conversation, sock)
 
 
 # --- What other masters list ---------------------------------------------------------------------
@@ -14977,36 +14807,37 @@ UPSTREAM_STEP = 500
 FOUND_SHARE = 2
 
 
-class FetchedList(NamedTuple):
-    """The result of one fetch."""
+def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
+    """Fetch the list of an Upstream. Return its FoundServers, and how many entries are left out.
 
-    servers: List[FoundServer]
-    left_out: int                   # entries that are repeated, or may not be queried
-
-
-def fetch_upstream(upstream, own_addresses, host_addresses):
-    """Fetch the list of an Upstream, and return a FetchedList. This blocks.
-
-    `own_addresses` are those of this machine. `host_addresses` is an OrderedDict with the addresses
-    of host names in the list, which look_up_names() keeps between fetches. Raise OSError, Malformed
-    or another ValueError if there is no list."""
+    This blocks. `own_addresses` are those of this machine, `host_addresses` is that of
+    look_up_names(). Entries are left out if they are repeated, if no server could have announced
+    them, if they may not be queried, or if their source has more than `servers_per_source`. Raise
+    OSError, Malformed or another ValueError if there is no list."""
+    room = ROOMS[upstream.game]()
+    # Of AIO's dialects only the last one has servers that answer queries
+    room.dialect = room.dialects[-1] if room.dialects else ""
     upstream_address = resolve_host(upstream.host)
-    fetch = FOUND_LISTS[upstream.game]
-    entries = fetch(upstream, upstream_address)
-    named_servers = list(itertools.islice(entries, UPSTREAM_ADDRESSES))
+    entries = fetch_list(room, upstream.host, upstream.port, upstream.tls, upstream_address,
+                         **upstream.choice())
+    entries = list(itertools.islice(with_pauses(entries), UPSTREAM_ADDRESSES))
     # With a low rate the next fetch may come before the last server was queried. In another order
     # each time, all of them get their turn
-    RANDOM.shuffle(named_servers)
-    look_up_names([server.address for server in named_servers], host_addresses)
+    RANDOM.shuffle(entries)
+    look_up_names([entry["address"] for entry in entries], host_addresses)
     servers = {}
-    for server in with_pauses(named_servers):
-        address = host_addresses.get(server.address, server.address)
-        is_allowed = may_be_queried(address, upstream_address, own_addresses)
-        if is_allowed and 0 < server.port <= MAX_PORT:
-            address = canonical_address(address)
-            servers[address, server.port] = server._replace(address=address)
-    left_out = len(named_servers) - len(servers)
-    return FetchedList(list(servers.values()), left_out)
+    shares = Shares()
+    for entry in with_pauses(entries):
+        address = host_addresses.get(entry["address"], entry["address"])
+        with contextlib.suppress(Refused):
+            fields = room.found(entry)
+            if may_be_queried(address, upstream_address, own_addresses):
+                address, port = canonical_address(address), entry["port"]
+                highest_port = MAX_PORT - room.offset
+                if 0 < port <= highest_port and not shares.full(address, servers_per_source):
+                    shares.take(address)
+                    servers[address, port] = FoundServer(address, port, upstream.name, fields)
+    return list(servers.values()), len(entries) - len(servers)
 
 
 def with_pauses(values):
@@ -15036,12 +14867,6 @@ def is_near_address(address, own_addresses):
     return canonical in LOCAL_NETWORKS or canonical in HIDDEN_NETWORKS
 
 
-def is_switched_off(settings, game):
-    """Do the settings switch this game off? It is one of UPSTREAM_GAMES."""
-    switch = settings[UPSTREAM_GAMES[game]]
-    return switch is None or switch is False        # port 0 means any free port
-
-
 def find_own_addresses(settings):
     """Return the addresses of this machine, as far as the settings and the system tell them."""
     return {
@@ -15062,7 +14887,7 @@ def look_up_names(hosts, host_addresses):
     for name in list(host_addresses):
         if name not in names:
             del host_addresses[name]
-    for name in itertools.islice(names, UPSTREAM_ADDRESSES):
+    for name in names:
         if name not in host_addresses:
             host_addresses[name] = ""
             host_addresses.move_to_end(name, last=False)
@@ -15076,125 +14901,18 @@ def look_up_names(hosts, host_addresses):
             host_addresses[name] = resolve_host(name)
 
 
-# These functions fetch the list of an Upstream from the address of its host, and yield a
-# FoundServer for each entry. Its address is not checked yet, and may be a host name
-
-def found_in_hyperbol_list(upstream, address):
-    """Yield the FoundServers in the list of a Hyperbol master."""
-    return found_addresses(upstream, list_hyperbol(address, upstream.port))
-
-
-def found_addresses(upstream, entries):
-    """Yield a FoundServer, without further fields, for each entry of a list."""
-    for entry in with_pauses(entries):
-        yield FoundServer(entry["address"], entry["port"], upstream.name)
-
-
-def found_in_subspace_list(upstream, address):
-    """Yield the FoundServers in the list of a SubSpace master, with their texts."""
-    for zone in with_pauses(list_subspace(address, upstream.port)):
-        fields = {
-            "name": zone["name"] or endpoint_text(zone["address"], zone["port"]),
-            "version": str(zone["version"]),
-            "description": zone["description"],
-            "details": {"scores": "yes" if zone["scores"] else "no"},
-        }
-        yield FoundServer(zone["address"], zone["port"], upstream.name, fields)
-
-
-def found_in_luanti_list(upstream, address):
-    """Yield the FoundServers in a list of Luanti servers, with their announcements.
-
-    Entries that no server could have announced are left out."""
-    entries = fetch_json_list(
-        upstream.host, upstream.port, LUANTI_LIST, tls=upstream.tls, address=address)
-    for entry in with_pauses(entries):
-        try:
-            server = found_luanti_server(upstream, entry)
-        except (ArithmeticError, LookupError, Refused, TypeError, ValueError):
-            continue
-        yield server
-
-
-def found_luanti_server(upstream, entry):
-    """Return the FoundServer for an entry in a list of Luanti servers.
-
-    Raise Refused if no server could have announced it, and ArithmeticError, LookupError, TypeError
-    or ValueError if it is not an entry."""
-    computed = dict.fromkeys(LUANTI_COMPUTED, 0)
-    announcement = luanti_fields({**computed, **entry})
-    host = entry["address"]
-    if not isinstance(host, str):
-        raise TypeError("address: not a text")
-    return FoundServer(host, int(entry["port"]), upstream.name, luanti_attributes(announcement))
-
-
-FOUND_LISTS = {
-    "hyperbol": found_in_hyperbol_list,
-    "subspace": found_in_subspace_list,
-    "luanti": found_in_luanti_list,
-}
-
-
-def found_key(server):
-    """Return the key of a listed server in UpstreamList.named: game, source and port.
-
-    The game is that of an Upstream: the whole Quake III family has one."""
-    game = "quake3" if "gamename" in server.details else server.game
-    return game, server.source, server.port
-
-
 class UpstreamList:
     """One list of another master, and the result of its last fetch."""
 
     def __init__(self, upstream):
-        """Begin without a fetch. `upstream` is the Upstream in the ini."""
-        self.upstream = upstream
+        self.upstream = upstream            # the Upstream in the ini
         self.tried_at = -math.inf           # when the last fetch began
         self.fetched: Optional[int] = None  # the last good fetch, in seconds since 1970
-        self.named = frozenset()            # the (game, address, port) of all servers that it named
+        self.addresses = 0                  # that it brought
         self.trouble = ""                   # why the last fetch failed; "" if it did not
-        # The servers of the last good fetch that have not been given to the poller yet
+        # The FoundServers of the last good fetch that have not been given to the poller yet
         self.waiting = collections.deque()
         self.host_addresses = collections.OrderedDict()     # see look_up_names()
-
-    def is_due(self, now, interval):
-        """Return whether it is time to fetch the list."""
-        pause_s = min(interval, UPSTREAM_RETRY_S) if self.trouble else interval
-        return now >= self.tried_at + pause_s
-
-    def count_listed(self, masters_by_key):
-        """Return how many servers of this list are listed.
-
-        `masters_by_key` has the names of the masters at which servers were found, by found_key().
-        Without a fetch since the start, the servers that were restored from the disk count."""
-        if self.fetched is not None:
-            return len(self.named & masters_by_key.keys())
-        count = 0
-        for (game, _, _), master in masters_by_key.items():
-            if game == self.upstream.game and master == self.upstream.name:
-                count += 1
-        return count
-
-    def on_list(self, fetched_list, wall):
-        """Take the FetchedList of a fetch that succeeded at the time `wall`."""
-        label = self.upstream.label
-        if self.fetched is None or self.trouble:
-            log.info("%s: %d addresses in the list, %d other entries left out", label,
-                     len(fetched_list.servers), fetched_list.left_out)
-        self.fetched = int(wall)
-        self.trouble = ""
-        game = self.upstream.game
-        self.named = frozenset(
-            (game, server.address, server.port) for server in fetched_list.servers)
-        self.waiting = collections.deque(fetched_list.servers)
-
-    def on_error(self, error):
-        """Note that a fetch has failed. The log gets that once, until a fetch succeeds."""
-        reason = clean(error_text(error), OUTCOME_CHARACTERS)
-        if not self.trouble:
-            log.warning("%s: no list: %a", self.upstream.label, reason)
-        self.trouble = reason
 
 
 class Upstreams:
@@ -15210,14 +14928,9 @@ class Upstreams:
         self.settings = master_server.settings
         self.registry = master_server.registry
         self.poller = master_server.poller
-        # The protocols whose servers can be queried, by game
-        self.games = {}
-        for protocol in master_server.protocols:
-            if isinstance(protocol, PolledGame):
-                self.games[protocol.game] = protocol
+        self.rooms = master_server.rooms
         self.lists: List[UpstreamList] = []
         self.is_fetching = False
-        self.unanswered = []            # targets that have not answered for the first time yet
         self.thread = WorkerThread("upstream", master_server.post)
         # Before the poller, whose tick then queries the servers that this one's tick has named
         master_server.protocols.insert(0, self)
@@ -15226,178 +14939,109 @@ class Upstreams:
     def read(self, settings):
         """Read the lists from the settings, at the start and after a reload.
 
-        What only a former list has named is not queried any more, and leaves."""
+        What was found at a master that the ini does not name any more leaves. If another list names
+        it too, it is found again at once, as all lists are fetched anew."""
         lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
-            if is_switched_off(settings, upstream.game):
+            if self.rooms[upstream.game].is_on(settings):
+                self.lists.append(lists_before.pop(upstream, None) or UpstreamList(upstream))
+            else:
                 log.warning("%s: its servers are not queried; the game is switched off here",
                             upstream.label)
-            else:
-                upstream_list = lists_before.get(upstream)
-                self.lists.append(upstream_list or UpstreamList(upstream))
-        dropped_lists = []
-        for upstream_list in lists_before.values():
-            if upstream_list not in self.lists:
-                dropped_lists.append(upstream_list)
-        if dropped_lists:
-            self.forget_unanswered()
-        self.remove_unnamed(dropped_lists)
-
-    def forget_unanswered(self):
-        """Stop querying all servers that have not answered for the first time yet.
-
-        Those that are still in a list are queried again after its next fetch."""
-        for target in filter(self.is_unanswered, self.unanswered):
-            self.poller.remove(target)
-        self.unanswered = []
-
-    def remove_unnamed(self, dropped_lists):
-        """Remove each listed server that was found in a list which the ini has dropped.
-
-        If another list names it too, it stays, as found there."""
-        dropped_keys = set()
-        for upstream_list in dropped_lists:
-            dropped_keys |= upstream_list.named
-        for server in self.found_servers():
-            if server.master:
-                continue            # the other master decides
-            master = self.naming_master(server, dropped_keys)
-            if not master:
-                self.registry.remove_own(server)
-            elif master != server.found_at:
-                self.change_master(server, master)
-
-    def naming_master(self, server, dropped_keys):
-        """Return the name of the master in whose list a found server stands, or "".
-
-        `dropped_keys` are the servers of lists that the ini has just dropped. A server that is in
-        no list counts as named by its former master as long as the ini names that: after a restart
-        the list may not be fetched yet, and what leaves a list stays here while it answers."""
-        key = found_key(server)
-        masters = []
-        for upstream_list in self.lists:
-            if key in upstream_list.named:
-                masters.append(upstream_list.upstream.name)
-        if masters and server.found_at not in masters:
-            other_master, *_ = masters
-            return other_master
-        if not masters and key in dropped_keys:
-            return ""
-        game, _, _ = key
-        for upstream_list in self.lists:
-            upstream = upstream_list.upstream
-            if upstream.game == game and upstream.name == server.found_at:
-                return server.found_at
-        return ""
-
-    def change_master(self, server, master):
-        """Show a found server as found at another master, whose list names it too."""
-        self.registry.update(server, {"found_at": master})
-        game, address, port = found_key(server)
-        protocol = self.games[game]
-        target = self.poller.find(protocol, address, port)
-        if target is not None and target.found is not None:
-            # The next poll lists the server again with what its target says
-            target.found = target.found._replace(found_at=master)
-
-    def found_servers(self):
-        """Return all listed servers that were found in a list, by this or by another master."""
-        servers = []
-        for same_game in self.registry.games.values():
-            for server in same_game.values():
-                if server.found_at:
-                    servers.append(server)
-        return servers
+        named = {(one.upstream.game, one.upstream.name) for one in self.lists}
+        for target in list(self.poller.targets.values()):
+            if target.why == FOUND and (target.room.game, target.found.found_at) not in named:
+                self.registry.remove_own(target.room.listed_server(target))
+                self.poller.remove(target)
+        if lists_before:
+            for upstream_list in self.lists:
+                upstream_list.tried_at = -math.inf
 
     def tick(self, now):
         """Begin a fetch that is due, query the servers that fetches have brought, and update the
         state that /healthz shows. This is called once a second."""
         self.start_fetch(now)
-        masters_by_key = {}             # of this master's own found servers
+        self.query_waiting()
+        listed = collections.Counter()
         if self.lists:
-            found_servers = self.found_servers()
-            self.query_waiting(len(found_servers))
-            for server in found_servers:
-                if not server.master:
-                    masters_by_key[found_key(server)] = server.found_at
+            for server in self.registry.servers():
+                if server.found_at and not server.master:
+                    listed[server.room, server.found_at] += 1
         state = self.master_server.upstream
         state.clear()
         for upstream_list in self.lists:
-            state[upstream_list.upstream.label] = UpstreamState(
-                upstream_list.fetched,
-                addresses=len(upstream_list.named),
-                listed=upstream_list.count_listed(masters_by_key),
-                trouble=upstream_list.trouble)
-
-    # Fetches
+            upstream = upstream_list.upstream
+            state[upstream.label] = UpstreamState(
+                upstream_list.fetched, upstream_list.addresses,
+                listed[upstream.game, upstream.name], upstream_list.trouble)
 
     def start_fetch(self, now):
         """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
         interval = self.settings["upstream.interval"]
-        due = [upstream_list for upstream_list in self.lists if upstream_list.is_due(now, interval)]
+        due = []
+        for upstream_list in self.lists:
+            pause_s = min(interval, UPSTREAM_RETRY_S) if upstream_list.trouble else interval
+            if now >= upstream_list.tried_at + pause_s:
+                due.append(upstream_list)
         if self.is_fetching or not due:
             return
         next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
         next_list.tried_at = now
         self.is_fetching = True
-        own_addresses = find_own_addresses(self.settings)
         fetch = functools.partial(
-            fetch_upstream, next_list.upstream, own_addresses, next_list.host_addresses)
+            fetch_upstream, next_list.upstream, find_own_addresses(self.settings),
+            next_list.host_addresses, self.registry.rules.max_servers_per_source)
         self.thread.submit(fetch, functools.partial(self.on_fetched, next_list))
 
     def on_fetched(self, fetched_from, result, now):
-        """Take the result of a fetch, a FetchedList or an exception, and begin the next fetch.
+        """Take what fetch_upstream() has returned or raised, and begin the next fetch.
 
-        `fetched_from` is the UpstreamList, which the ini may have dropped since."""
+        `fetched_from` is the UpstreamList, which the ini may have dropped since. A failure is
+        logged once, until a fetch succeeds."""
         self.is_fetching = False
-        if fetched_from in self.lists:
-            if isinstance(result, Exception):
-                fetched_from.on_error(result)
-            else:
-                fetched_from.on_list(result, time.time())
+        label = fetched_from.upstream.label
+        if fetched_from not in self.lists:
+            pass
+        elif isinstance(result, Exception):
+            reason = clean(error_text(result), OUTCOME_CHARACTERS)
+            if not fetched_from.trouble:
+                log.warning("%s: no list: %a", label, reason)
+            fetched_from.trouble = reason
+        else:
+            servers, left_out = result
+            if fetched_from.fetched is None or fetched_from.trouble:
+                log.info("%s: %d addresses in the list, %d other entries left out", label,
+                         len(servers), left_out)
+            fetched_from.fetched = int(time.time())
+            fetched_from.trouble = ""
+            fetched_from.addresses = len(servers)
+            fetched_from.waiting = collections.deque(servers)
         self.start_fetch(now)
 
-    # Queries
-
-    def query_waiting(self, listed_count):
+    def query_waiting(self):
         """Have the poller query servers that fetches have brought, as many as there is room for.
 
-        The lists take turns. `listed_count` is the number of found servers that are listed."""
-        self.unanswered = list(filter(self.is_unanswered, self.unanswered))
-        max_listed = self.registry.rules.max_servers // FOUND_SHARE
-        max_unanswered = min(UPSTREAM_UNANSWERED, max_listed - listed_count)
-        for turn in range(UPSTREAM_STEP):
-            waiting_lists = [upstream_list for upstream_list in self.lists if upstream_list.waiting]
-            if not waiting_lists:
+        The lists take turns."""
+        if not any(upstream_list.waiting for upstream_list in self.lists):
+            return
+        room_left = self.registry.rules.max_servers // FOUND_SHARE - self.registry.found.total
+        room_left = min(room_left, UPSTREAM_UNANSWERED)
+        for target in self.poller.targets.values():
+            if target.why == FOUND and target.room.listed_server(target) is None:
+                room_left -= 1
+        steps_left = UPSTREAM_STEP
+        while room_left > 0 and steps_left > 0:
+            waiting = [upstream_list for upstream_list in self.lists if upstream_list.waiting]
+            if not waiting:
                 return
-            upstream_list = waiting_lists[turn % len(waiting_lists)]
-            has_room = len(self.unanswered) < max_unanswered
-            if has_room or not self.is_new(upstream_list):
-                self.query_next(upstream_list)
-            else:
-                upstream_list.waiting.rotate(-1)        # to the end, until there is room
-
-    def is_new(self, upstream_list):
-        """Return whether the next server of an UpstreamList is not queried yet."""
-        next_server = next(iter(upstream_list.waiting))
-        game = self.games[upstream_list.upstream.game]
-        return self.poller.find(game, next_server.address, next_server.port) is None
-
-    def query_next(self, upstream_list):
-        """Take the next server of an UpstreamList. Have it queried, if it may be listed."""
-        next_server = upstream_list.waiting.popleft()
-        game = self.games[upstream_list.upstream.game]
-        # A ban or a limit refuses it, as it would refuse a server that announces itself
-        with contextlib.suppress(Refused):
-            target = game.query_found(next_server)
-            if target is not None:
-                self.unanswered.append(target)
-
-    def is_unanswered(self, target):
-        """Return whether a target that query_found() has returned has not answered yet."""
-        is_target = self.poller.targets.get(target.key) is target
-        return is_target and target.querier.is_unlisted_found(target)
+            for upstream_list in waiting:
+                steps_left -= 1
+                room = self.rooms[upstream_list.upstream.game]
+                # A ban or a limit refuses it, as it would refuse a server that announces itself
+                with contextlib.suppress(Refused):
+                    if room.query_found(upstream_list.waiting.popleft()) is not None:
+                        room_left -= 1
 
 
 # --- The running program -------------------------------------------------------------------------
@@ -15955,316 +15599,44 @@ Only what was asked for goes to standard output; the log goes to standard error 
 
 
 # --- Announcing a game server that cannot do it itself -------------------------------------------
-#
-# To announce another game in its own protocol, add an Announcer and its entry in ANNOUNCERS.
 
-ICEBALL_VERSION = "0.2.1-37"        # the default of [iceball] version
-# The pause after each announcement of a burst. In the document a burst has five announcements, 1 s
-# apart, and a burst begins every 40 s
-ICEBALL_GAPS_S = 1.0, 1.0, 1.0, 1.0, 36.0
-SUBSPACE_PERIOD_S = 60.0            # between two announcements; the zone server asss does the same
-# A refused server is announced again after this time, as Iceball's game servers do. By HTTP it is
-# announced again after RETRY_MAX_S
-REFUSED_S = 1800.0
-RETRY_S, RETRY_MAX_S = 1.0, 60.0    # the pauses after failures grow: 1, 2, 4 and so on up to 60 s
-CONNECT_S = 10.0                    # for a TCP connection to be established
-RESPONSE_S = 20.0                   # for an HTTP response
-TTL_MIN_S, TTL_MAX_S = 10.0, 3600.0     # a lifetime outside these bounds makes no sense
-STEP_S = 0.25                       # a waiting thread looks this often whether it must stop
+RETRY_S = 1.0                       # the pauses after failures grow: 1, 2, 4 and so on up to 60 s
 GOODBYE_S = 3.0                     # stop() waits this long for each master that does not answer
-# The longest texts that the game servers of these games announce, in bytes
-ICEBALL_NAME_BYTES, ICEBALL_MODE_BYTES, ICEBALL_MAP_BYTES = 30, 10, 30
-ZONE_NAME_BYTES, ARENA_NAME_BYTES = 31, 15
-ZONE_ANNOUNCED_DESCRIPTION_BYTES = 385
-HYPERBOL_NAME_BYTES, HYPERBOL_MODE_BYTES, HYPERBOL_MAP_BYTES = 31, 31, 63
-HYPERBOL_VERSION_BYTES = 15
 
 
-class Announcer:
-    """Announces one game server to one master, in the game's own protocol.
+class AnnouncedMaster:
+    """A master to which a game server is announced, and how that stands.
 
-    It does no I/O except for the log: its methods are given bytes and the time, and return bytes.
-    If a method raises an exception, its caller ends the connection and calls on_error().
-
-    server        the game server, with the values to announce
-    host, port    the master, as the user has named it
-    master        host and port as text, for the log
+    host, port    as the user has named it; the port is that for announcements
+    name          host and port as text, for the log
     address       the IP address at which the master was last reached
-    due           the time of the next announcement, or of the next attempt to connect
     state         the success of the last announcement, in words
     was_accepted  True if the master has ever accepted the server, False if it has only refused it,
-                  None before its first answer
+                  None before its first answer"""
 
-    Subclasses for TCP also have opened(now), which returns the first bytes of a new connection.
-    Subclasses of games whose servers are queried by masters also have answer(data), which returns
-    the answer to such a query, and raises Malformed if the data are not such a query."""
-
-    # "udp", "tcp" for one connection that is kept open, or "http" for a request per announcement
-    transport = "udp"
-    refused_s = REFUSED_S
-    master_port = 27790             # the default port of this game's masters
-    # The difference between the master's port and the port for announcements
-    port_offset = 0
-    # The difference between the UDP port that masters query and the game server's port; None if
-    # masters of this game do not query
-    query_offset: Optional[int] = None
     address = state = ""
-    tls = False                     # whether it is announced by HTTPS
-    due = 0.0
     was_accepted: Optional[bool] = None
 
-    def __init__(self, server, host, port):
-        """Announce a Server, with its present values, to the master at `host` and `port`."""
-        self.server = server
+    def __init__(self, host, port, tls):
         self.host = host
         self.port = port
-        self.master = endpoint_text(host, port)
+        self.tls = tls
+        self.name = endpoint_text(host, port)
         self.pause_s = RETRY_S          # the pause after the next failure
-
-    def announce(self, now: float) -> bytes:
-        """Return the announcement to send now, and set `due` for the next one.
-
-        Raise OSError if the master has stopped answering."""
-        raise NotImplementedError
-
-    def receive(self, data: bytes, now: float) -> bytes:
-        """Read data from the master, and return the answer to send, perhaps b"".
-
-        By UDP the data are one datagram; by TCP they may begin and end in the middle of a message.
-        Raise MasterRefused if the master refuses the server, and Malformed if the data do not
-        follow the protocol."""
-        return b""
 
     def set_state(self, state, level=logging.WARNING):
         """Set `state`, and log it if it has changed."""
         if state != self.state:
             self.state = state
-            log.log(level, "%s: %s", self.master, state)
+            log.log(level, "%s: %s", self.name, state)
 
-    def on_accepted(self, state):
-        """Note that the master has accepted the server. `state` says so in words, for the log."""
-        self.was_accepted = True
-        self.pause_s = RETRY_S
-        self.set_state(state, logging.INFO)
-
-    def on_error(self, error, now):
-        """Log the error, and set `due` for another attempt after a pause."""
-        # The state is set before `was_accepted`: as soon as that is False, the thread in run() may
-        # end the program and give this state as its reason
-        self.set_state(clean(str(error), TEXT_CHARACTERS))
-        if isinstance(error, MasterRefused):
-            self.due = now + self.refused_s
-            if self.was_accepted is None:
-                self.was_accepted = False
-        else:
-            self.due = now + self.pause_s
-            self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)
-
-
-class IceballAnnouncer(Announcer):
-    """Announces an Iceball server in bursts of five packets, and answers each MSOK with a HSHK.
-
-    After a refusal (BADV or BADF) it pauses for 30 minutes, as deployed game servers do."""
-
-    sent_in_burst = 0               # the number of packets sent so far in the present burst
-    is_answered = False             # True if the master has answered since the last burst ended
-
-    def announce(self, now):
-        """Return an announcement of 86 bytes, and set `due` for the next one."""
-        self.due = now + ICEBALL_GAPS_S[self.sent_in_burst]
-        self.sent_in_burst += 1
-        if self.sent_in_burst == len(ICEBALL_GAPS_S):
-            self.end_burst()
-        server = self.server
-        version = read_iceball_version(server.version or ICEBALL_VERSION)
-        name = text_field(server.name, ICEBALL_NAME_BYTES)
-        mode = text_field(server.mode, ICEBALL_MODE_BYTES)
-        map = text_field(server.map, ICEBALL_MAP_BYTES)
-        return ICEBALL_ANNOUNCEMENT.pack(
-            b"1CEB", ICEBALL_HBVERSION, version, server.port, server.players, server.max_players,
-            name, mode, map)
-
-    def end_burst(self):
-        """Prepare the next burst. Log a warning if the master has not answered the last one."""
-        self.sent_in_burst = 0
-        if not self.is_answered:
-            self.set_state("no answer; are address and port right, and does UDP get through?")
-        self.is_answered = False
-
-    def receive(self, data, now):
-        """Return the HSHK that answers the master's MSOK, or b"" for any other packet.
-
-        HSHK repeats the bytes that follow MSOK. Raise MasterRefused for BADF and BADV."""
-        kind, handshake = data[:4], data[4:]
-        if kind == b"MSOK":
-            self.is_answered = True
-            self.on_accepted("announced")
-            return b"HSHK" + handshake
-        if kind == b"BADF":
-            raise MasterRefused("refused: the master cannot read the announcement")
-        if kind == b"BADV":
-            version = int.from_bytes(data[6:10], "little")
-            raise MasterRefused("refused: the master lists Iceball %s and not this version"
-                                % iceball_version_text(version))
-        return b""
-
-
-class SubSpaceAnnouncer(Announcer):
-    """Announces a zone of SubSpace every 60 s, and answers pings for it.
-
-    Masters ping the UDP port above the zone's game port. In the answer, all players are in one
-    arena: the one that `map` names, or the public one. Text is encoded as Windows-1252, because
-    clients show it so."""
-
-    master_port = 4990
-    port_offset = query_offset = 1
-
-    def announce(self, now):
-        """Return the announcement, and set `due` for the next one.
-
-        It counts as accepted at once, because masters of this game do not answer it."""
-        self.due = now + SUBSPACE_PERIOD_S
-        self.on_accepted("announced; masters of this game do not answer but ping the next UDP port")
-        server = self.server
-        scores = 1                      # true: the zone keeps scores
-        name = text_field(server.name, ZONE_NAME_BYTES, "cp1252")
-        # The packet begins with an IPv4 address, which masters ignore: they use its source
-        ignored_address = bytes(4)
-        head = ZONE_ANNOUNCEMENT_HEAD.pack(
-            ignored_address, server.port, server.players, scores, ZONE_VERSION, name, ZONE_PASSWORD)
-        description = text_field(server.description, ZONE_ANNOUNCED_DESCRIPTION_BYTES, "cp1252")
-        return head + description + b"\0"
-
-    def answer(self, data):
-        """Return the answer to a ping of 4 or 8 bytes. Raise Malformed for any other datagram."""
-        if len(data) not in (4, 8):
-            raise Malformed("a ping has 4 or 8 bytes")
-        total = self.server.players
-        playing = self.server.playing
-        if playing is None:             # it is not known how many only watch
-            playing = total
-        arena = text_field(self.server.map, ARENA_NAME_BYTES, "cp1252") or b"0"
-        return build_ping_answer(data, total, playing, [(arena, total, playing)])
-
-
-class HttpAnnouncer(Announcer):
-    """Announces a server of any game by POST /announce.
-
-    The master's response says for how long the server stays listed. After half of that time it is
-    announced again. The last announcement has action=stop."""
-
-    transport = "http"
-    refused_s = RETRY_MAX_S             # the master's operator may lift the refusal at any time
-
-    def fields(self):
-        """Return the fields of the announcement, by name."""
-        fields = {"game": self.server.game, "port": self.server.port}
-        for name in ANNOUNCEMENT_FIELDS:
-            fields[name] = getattr(self.server, name)
-        return fields
-
-    def on_response(self, status, body, now):
-        """Read the master's response to an announcement.
-
-        Raise MasterRefused if the master refuses the server, and OSError if the announcement failed
-        for a reason that may end soon."""
-        response, lifetime_s = self.read_response(body)
-        if response.get("listed") is True:
-            # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
-            lifetime_s = min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
-            self.due = now + lifetime_s / 2
-            self.on_accepted("listed")
-            return
-        reason = str(response.get("reason", "HTTP status %d" % status))
-        # 408 and 429 mean that the request came too slowly, or too soon after others
-        is_temporary = status in (408, 429)
-        is_client_error = 400 <= status < 500
-        if is_client_error and not is_temporary:
-            raise MasterRefused("refused: " + reason)
-        raise OSError("not listed yet: " + reason)
-
-    @staticmethod
-    def read_response(body):
-        """Return the JSON object in a response, and the lifetime in seconds that it grants.
-
-        If the body is not a JSON object, or has no lifetime, these are {} or 0.0."""
-        response, lifetime_s = {}, 0.0
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            response = dict(json.loads(body))
-            lifetime_s = float(response.get("ttl", 0))
-        return response, lifetime_s
-
-
-class HyperbolAnnouncer(HttpAnnouncer):
-    """Announces a Hyperbol server by POST /announce, and answers queries for it.
-
-    Masters query the server's game port by UDP, every 30 s by default."""
-
-    query_offset = 0
-
-    def answer(self, data):
-        """Return the answer to a query: the byte 02 and a timestamp, which the answer repeats.
-
-        Raise Malformed for other data."""
-        message_type = timestamp = None
-        if len(data) == HYPERBOL_MESSAGE_HEAD.size:
-            message_type, timestamp = HYPERBOL_MESSAGE_HEAD.unpack(data)
-        if message_type != HYPERBOL_QUERY:
-            raise Malformed("a query is 02 and a timestamp")
-        server = self.server
-        info = HyperbolInfo(
-            name=text_field(server.name, HYPERBOL_NAME_BYTES),
-            mode=text_field(server.mode, HYPERBOL_MODE_BYTES),
-            players=min(server.players, 255),
-            max_players=min(server.max_players, 255),
-            map=text_field(server.map, HYPERBOL_MAP_BYTES),
-            port=server.port,
-            flags=0,
-            version=text_field(server.version, HYPERBOL_VERSION_BYTES),
-            # No game server announces its players by faction, or its skill
-            imf=0, syndicate=0, republic=0, skill=0)
-        head = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_ANSWER, timestamp)
-        return head + HYPERBOL_INFO.pack(*info)
-
-
-# The Announcers by game, and for AIO by game and dialect. All other games are announced by HTTP
-ANNOUNCERS = {
-    "iceball": IceballAnnouncer,
-    "subspace": SubSpaceAnnouncer,
-    "hyperbol": HyperbolAnnouncer,
-}
-
-
-def post_announcement(announcer, **extra_fields):
-    """Announce a server by HTTP, with extra fields such as action="stop".
-
-    Raise OSError if the master cannot be reached or does not list the server yet, and MasterRefused
-    if it refuses the server."""
-    announcer.address = resolve_host(announcer.host)
-    body = json.dumps({**announcer.fields(), **extra_fields})
-    headers = {"Host": announcer.master, "Content-Type": "application/json"}
-    if announcer.tls:
-        # The certificate is valid for the name, and not for the address
-        connection: Any = http.client.HTTPSConnection(
-            announcer.host, announcer.port, timeout=RESPONSE_S)
-    else:
-        connection = http.client.HTTPConnection(
-            announcer.address, announcer.port, timeout=RESPONSE_S)
-    with contextlib.closing(connection):
-        try:
-            connection.request("POST", "/announce", body, headers)
-            response = connection.getresponse()
-            response_body = response.read(HTTP_BODY_BYTES)
-        except (http.client.HTTPException, ValueError, socket.timeout) as error:
-            raise OSError("no answer that can be read; is that the port of the master's page? %s"
-                          % error) from None
-    announcer.on_response(response.status, response_body, time.monotonic())
-
-
-# The fields that Announcement accepts besides the game and the port, with their types
-ANNOUNCEMENT_FIELDS = {
-    "name": str, "players": int, "max_players": int, "playing": int, "mode": str, "map": str,
-    "version": str, "description": str}
+    def on_step(self, step):
+        """Take over what a step of the conversation says of the success."""
+        if step.accepted:
+            self.was_accepted = True
+            self.pause_s = RETRY_S
+        if step.state:
+            self.set_state(step.state, logging.INFO if step.accepted else logging.WARNING)
 
 
 class Announcement:
@@ -16277,7 +15649,8 @@ class Announcement:
         announcement.update(players=5, max_players=16, map="castle")        # whenever it changes
         announcement.stop()                         # signs off if the protocol has a message for it
 
-    game          iceball, subspace, aio, hyperbol, or another name that the masters list
+    game          the id of a game with an announcement of its own, or another name that the masters
+                  list; that is announced by HTTP
     port          the game server's port, where players find it
     masters       HOST or HOST:PORT, or a list of them; https://HOST[:PORT] for games that are
                   announced by HTTP
@@ -16287,10 +15660,9 @@ class Announcement:
     give_up       if True, run() ends when all masters have only refused; `failure` then says why
     **fields      name, players, max_players, playing, map, mode, version, description
 
-    A wrong argument raises ValueError. Some masters query the game server by UDP: SubSpace masters
-    query port + 1, Hyperbol and framed AIO masters query the port itself. If that port is free, the
-    queries are answered here; otherwise the game server has to answer them. An instance can run
-    only once. """
+    A wrong argument raises ValueError. Some masters query the game server by UDP. If that port is
+    free, the queries are answered here; otherwise the game server has to answer them. An instance
+    can run only once. """
 
     failure = ""
     # This is not a threading.Event, because stop() may be called in a signal handler, and that may
@@ -16303,72 +15675,52 @@ class Announcement:
                  **fields: Any) -> None:
         """Check the arguments. Nothing is announced before start() or run() is called."""
         check_is_file(players_from)
-        if game == "aio" and not dialect:
-            dialect = "text" if fields.get("name") else "framed"
+        self.room = ROOMS.get(game, Game)()
+        if not self.room.announced_over:
+            raise ValueError("%s's servers announce themselves" % self.room.title)
+        if dialect and dialect not in self.room.dialects:
+            raise ValueError("%s has no dialect %s" % (game, dialect))
+        self.room.dialect = dialect or self.room.default_dialect(fields)
         # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
         # as text
         game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
-            name="%s server" % GAME_TITLES.get(game, game))
+            name="%s server" % (self.room.title or game))
         self.update(**fields)
-        announcer_class = self.announcer_class(game, dialect)
         if isinstance(masters, str):
             masters = [masters]
-        self.announcers = [self.announcer(announcer_class, master) for master in masters]
-        if not self.announcers:
+        self.masters = [self.read_master(master) for master in masters]
+        if not self.masters:
             raise ValueError("expected a master")
         self.players_from = players_from
         self.give_up = give_up
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
         self.thread = threading.Thread(target=self.run, daemon=True)
 
-    @staticmethod
-    def announcer_class(game: str, dialect: str) -> Any:
-        """Return the subclass of Announcer for a game and, for AIO, a dialect.
-
-        Raise ValueError if the game does not have this dialect."""
-        announcer_class = ANNOUNCERS.get((game + " " + dialect).rstrip(), HttpAnnouncer)
-        if dialect and announcer_class is HttpAnnouncer:
-            raise ValueError("%s has no dialect %s" % (game, dialect))
-        return announcer_class
-
-    def announcer(self, announcer_class, master):
-        """Return the Announcer for one master, which the user names as HOST or HOST:PORT or, for
-        games that are announced by HTTP, as https://HOST[:PORT].
-
-        Raise ValueError if the host cannot be a host name."""
-        host, named_port, tls = read_master_place(master)
-        if tls and announcer_class.transport != "http":
+    def read_master(self, text):
+        """Return the AnnouncedMaster for HOST[:PORT] or https://HOST[:PORT]. Raise ValueError."""
+        host, named_port, tls = read_master_place(text)
+        if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
-        ascii_host = host.encode("idna").decode("ascii")
-        port = named_port or announcer_class.master_port
-        announcer = announcer_class(self.server, ascii_host, port + announcer_class.port_offset)
-        announcer.tls = tls
-        return announcer
+        port = named_port or self.room.master_port
+        return AnnouncedMaster(
+            host.encode("idna").decode("ascii"), port + self.room.announce_offset, tls)
 
     def update(self, **fields: Any) -> None:
         """Announce these values from now on. Any thread may call this.
 
         Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
-            if not self.may_be_announced(name, value):
+            is_number = type(value) is int
+            if type(value) is not ANNOUNCED_ATTRIBUTES.get(name) or (
+                    is_number and not 0 <= value <= PLAYERS_MAX):
                 raise ValueError("%s=%r cannot be announced" % (name, value))
-            if name == "version" and value and self.server.game == "iceball":
-                read_iceball_version(str(value))
+            self.room.check_announced(name, value)
         for name, value in fields.items():
             if isinstance(value, str):
                 value = clean(value, TEXT_CHARACTERS)
             setattr(self.server, name, value)
-
-    @staticmethod
-    def may_be_announced(name, value):
-        """Does ANNOUNCEMENT_FIELDS have this name, with the type of this value?
-
-        A number must also be within its bounds."""
-        if type(value) is not ANNOUNCEMENT_FIELDS.get(name):
-            return False
-        return type(value) is not int or 0 <= value <= PLAYERS_MAX
 
     def start(self):
         """Begin to announce in new threads, and return at once. A second call does nothing."""
@@ -16396,16 +15748,18 @@ class Announcement:
         # soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
-        for announcer in self.announcers:
-            thread = threading.Thread(target=self.keep_announced, args=[announcer], daemon=True)
+        for master in self.masters:
+            thread = threading.Thread(target=self.keep_announced, args=[master], daemon=True)
             thread.start()
             threads.append(thread)
         while not self.stopping:
             if self.players_from:
                 self.update_players_from_file()
-            if self.give_up:
-                self.stop_if_refused()
-            if query_socket:
+            if self.give_up and all(master.was_accepted is False for master in self.masters):
+                self.failure = "; ".join(
+                    "%s: %s" % (master.name, master.state) for master in self.masters)
+                self.stopping = True
+            elif query_socket:
                 self.answer_query(query_socket)
             else:
                 time.sleep(STEP_S)
@@ -16414,85 +15768,65 @@ class Announcement:
         if query_socket:
             query_socket.close()
 
-    def stop_if_refused(self):
-        """Stop, and set `failure`, if all masters have refused the server and none has accepted it.
-        """
-        reasons = []
-        for announcer in self.announcers:
-            if announcer.was_accepted is not False:
-                return
-            reasons.append("%s: %s" % (announcer.master, announcer.state))
-        self.failure = "; ".join(reasons)
-        self.stopping = True
+    def is_over(self):
+        return self.stopping
 
-    def keep_announced(self, announcer):
+    def keep_announced(self, master):
         """Announce to one master until stop() is called. A thread for each master runs this."""
-        by_http = announcer.transport == "http"
         while not self.stopping:
+            pause_s = 0.0
             try:
-                if time.monotonic() < announcer.due:
-                    time.sleep(STEP_S)
-                elif by_http:
-                    post_announcement(announcer)
-                else:
-                    self.talk_to_master(announcer)
-            except (OSError, OverflowError, Malformed, MasterRefused) as error:
-                announcer.on_error(error, time.monotonic())
-        if by_http:
-            with contextlib.suppress(OSError, MasterRefused):
-                post_announcement(announcer, action="stop")
+                self.talk_to(master)
+            except MasterRefused as refused:
+                # The state is set first: as soon as all masters have refused, run() may end the
+                # program and give this state as its reason
+                master.set_state(clean(str(refused), TEXT_CHARACTERS))
+                pause_s = refused.again_after_s
+                if master.was_accepted is None:
+                    master.was_accepted = False
+            except (OSError, OverflowError, Malformed) as error:
+                master.set_state(clean(error_text(error), TEXT_CHARACTERS))
+                pause_s = master.pause_s
+                master.pause_s = min(2 * pause_s, RETRY_MAX_S)
+            waits_until = time.monotonic() + pause_s
+            while not self.stopping and time.monotonic() < waits_until:
+                time.sleep(STEP_S)
+        if self.room.announced_over == "http":
+            with contextlib.suppress(OSError, Malformed):
+                self.post(master, "/announce", self.room.farewell(self.server))
 
-    def talk_to_master(self, announcer):
-        """Announce to one master by TCP or UDP, and answer what it sends, until stop() is called.
+    def talk_to(self, master):
+        """Announce to one master, in one conversation, until stop() is called.
 
         By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
         if the master cannot be reached or closes the connection, Malformed if it breaks the
         protocol, and MasterRefused if it refuses the server."""
-        announcer.address = resolve_host(announcer.host)
-        endpoint = announcer.address, announcer.port
-        now = time.monotonic()
-        if announcer.transport == "tcp":
+        master.address = resolve_host(master.host)
+        conversation = self.room.announce(self.server)
+        if self.room.announced_over == "http":
+            place = master.host, master.port, master.tls, "" if master.tls else master.address
+            converse_by_http(conversation, place, master.on_step, self.is_over)
+        elif self.room.announced_over == "tcp":
+            endpoint = master.address, master.port
             with socket.create_connection(endpoint, CONNECT_S) as sock:
-                sock.sendall(announcer.opened(now))
-                self.exchange_until(math.inf, announcer, sock, ignored_errors=(socket.timeout,))
+                converse(conversation, sock, master.on_step, self.is_over)
         else:
-            with udp_socket(*endpoint) as sock:
-                # By UDP a ConnectionError only means that nobody has the port at the moment
-                ignored_errors = socket.timeout, ConnectionError
-                self.exchange_until(now + RESOLVE_S, announcer, sock, ignored_errors)
+            ends = time.monotonic() + RESOLVE_S
+            with udp_socket(master.address, master.port) as sock:
+                converse(conversation, sock, master.on_step,
+                         lambda: self.stopping or time.monotonic() >= ends)
 
-    def exchange_until(self, end, announcer, sock, ignored_errors):
-        """Call send_and_receive() again and again, until the time `end` or stop()."""
-        sock.settimeout(STEP_S)
-        while time.monotonic() < end and not self.stopping:
-            with contextlib.suppress(*ignored_errors):
-                self.send_and_receive(announcer, sock)
-
-    @staticmethod
-    def send_and_receive(announcer, sock):
-        """Send the announcement if it is due. Then wait for data from the master and answer them.
-
-        Raise socket.timeout if no data come within STEP_S."""
-        now = time.monotonic()
-        if now >= announcer.due:
-            sock.sendall(announcer.announce(now))
-        data = sock.recv(RECV_BYTES)
-        if announcer.transport == "tcp" and not data:
-            raise ConnectionError("the master has closed the connection")
-        answer = announcer.receive(data, time.monotonic())
-        if answer:
-            sock.sendall(answer)
+    def post(self, master, path, data):
+        return http_answer(master.host, master.port, master.tls, "", path, data)
 
     def open_query_socket(self):
         """Open the UDP port on which masters query the game server, and return its socket.
 
         Return None if masters of this game do not query, or if the game server itself has the
         port."""
-        first_announcer, *_ = self.announcers
-        offset = first_announcer.query_offset
-        if offset is None:
+        if self.room.answer is None:
             return None
-        port = self.server.port + offset
+        port = self.server.port + self.room.offset
         try:
             sock = bound_socket(socket.AF_INET, "udp", "0.0.0.0", port)
         except OSError as error:
@@ -16503,27 +15837,20 @@ class Announcement:
         return sock
 
     def answer_query(self, sock):
-        """Wait up to STEP_S for a query, and answer it. Malformed queries are dropped."""
-        first_announcer, *_ = self.announcers
-        with contextlib.suppress(OSError, Malformed):
-            data, peer = sock.recvfrom(MAX_DATAGRAM_BYTES)
-            answer = first_announcer.answer(data)
-            if self.may_answer(peer, len(answer) - len(data)):
-                sock.sendto(answer, peer)
-
-    def may_answer(self, peer, surplus):
-        """May this peer get an answer that is `surplus` bytes longer than its query?
+        """Wait up to STEP_S for a query, and answer it. Malformed queries are dropped.
 
         An answer that is not longer is never sent: after one query with a forged source, two ports
         could answer each other for ever. A longer answer could flood a forged source; AIO's has a
         thousand times the bytes of its query. So the surplus is limited: each master has a bucket
         of its own, and all other peers share one."""
-        if surplus <= 0:
-            return False
-        source, _ = peer
-        masters = [announcer.address for announcer in self.announcers]
-        bucket = source if source in masters else ""
-        return self.surplus_limiter.allow(bucket, time.monotonic(), surplus)
+        with contextlib.suppress(OSError, Malformed):
+            data, (source, port) = sock.recvfrom(MAX_DATAGRAM_BYTES)
+            answer = self.room.answer(self.server, data)
+            surplus = len(answer) - len(data)
+            masters = [master.address for master in self.masters]
+            bucket = source if source in masters else ""
+            if surplus > 0 and self.surplus_limiter.allow(bucket, time.monotonic(), surplus):
+                sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
         """Announce the number of players in the last line of the file `players_from`."""
@@ -16582,7 +15909,7 @@ def command_announce(arguments):
 
     Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
-    for name in ANNOUNCEMENT_FIELDS:
+    for name in ANNOUNCED_ATTRIBUTES:
         value = getattr(arguments, name, None)
         if value is not None:
             fields[name] = value
@@ -16604,63 +15931,63 @@ def command_announce(arguments):
     return EXIT_OK
 
 
-# --- Asking game servers -------------------------------------------------------------------------
-#
-# The command `ping`. To add a game, write a function that takes a host and a port and returns a
-# dict that can be written as JSON, and add it to PINGS. If it gets no answer, the function raises
-# an OSError or Malformed whose text says why.
+# --- Asking game servers and masters -------------------------------------------------------------
 
-def ping_subspace(host, port):
-    """Query a zone of SubSpace. Return its players, how many of them play, its arenas and its ping.
+def ping(room, host, port, tries=ASK_TRIES):
+    """Query a game server, and return the attributes in its answers, and the ping.
 
-    The poll has several questions, and some zones answer only the first."""
-    poll = ZonePoll()
-    is_complete = False
-    with udp_socket(host, port + 1) as sock:
-        while not is_complete:
-            nonce = ping_nonce()
-            read_answer = functools.partial(poll.read_answer, nonce=nonce)
+    Raise OSError or Malformed if there is no answer."""
+    target = Target(room, resolve_host(host), port, NAMED)
+    with udp_socket(target.address, port + room.offset) as sock:
+        fields = None
+        while fields is None:
             try:
-                is_complete, ping_ms = udp_ask(sock, poll.build_question(nonce), read_answer)
+                fields, data, ping_ms = ask(sock, room, target, tries)
             except TimeoutError:
-                if poll.step == 0:
+                fields = room.answers_so_far(target)
+                if fields is None:
                     raise
-                break
-    return {"players": poll.players, "playing": poll.playing, "arenas": poll.arenas,
-            "ping_ms": ping_ms}
-
-
-def udp_ping(host, port, question, read_answer, tries=ASK_TRIES):
-    """Query a game server by UDP. Return the dict that `read_answer(data)` returns, and the ping.
-
-    `read_answer` raises Malformed if a datagram is not an answer. Raise TimeoutError if none comes.
-    """
-    with udp_socket(host, port) as sock:
-        fields, ping_ms = udp_ask(sock, question, read_answer, tries)
+        goodbye = room.goodbye(data)
+        if goodbye:
+            sock.send(goodbye)
     return {**fields, "ping_ms": ping_ms}
 
 
-def ping_hyperbol(host, port, tries=ASK_TRIES):
-    """Query a Hyperbol server, and return the fields of its answer and its ping."""
-    timestamp = RANDOM.getrandbits(32)
-    question = HYPERBOL_MESSAGE_HEAD.pack(HYPERBOL_QUERY, timestamp)
-    read_answer = functools.partial(parse_hyperbol_answer, timestamp=timestamp)
-    return udp_ping(host, port, question, read_answer, tries)
+def ask(sock, room, target, tries):
+    """Send the next question to a target up to `tries` times, until an answer comes.
+
+    Return what the room reads in it, the answer itself, and the milliseconds that it took. Raise
+    TimeoutError if none comes, and OSError if nobody has the port."""
+    sock.settimeout(ASK_WAIT_S)
+    trouble = ""
+    for _ in range(tries):
+        target.nonce = room.nonce()
+        target.asked_at = time.monotonic()
+        try:
+            sock.send(room.question(target))
+            data = sock.recv(POLL_ANSWER_BYTES)
+            fields = room.read_answer(target, data)
+        except (Malformed, Refused) as error:
+            trouble = "; what came is not an answer: %s" % error
+        except socket.timeout:
+            pass
+        else:
+            return fields, data, round((time.monotonic() - target.asked_at) * 1000, 1)
+    raise TimeoutError("no answer from UDP port %d%s" % (target.port + room.offset, trouble))
 
 
-def ping_luanti(host, port):
-    """Query a Luanti server, and return its ping. Its answer tells nothing else."""
-    with udp_socket(host, port) as sock:
-        goodbye, ping_ms = udp_ask(sock, LUANTI_PROBE, luanti_goodbye)
-        sock.send(goodbye)
-    return {"ping_ms": ping_ms}
-
-
-PINGS = {
-    "subspace": ping_subspace,
-    "hyperbol": ping_hyperbol,
-    "luanti": ping_luanti,
-}
+def fetch_any_dialect(room, host, port, tls=False, **choice):
+    """Fetch a master's list in the first of the room's dialects that it speaks, as fetch_list()."""
+    troubles = []
+    for dialect in room.dialects or [""]:
+        room.dialect = dialect
+        try:
+            return list(fetch_list(room, host, port or room.master_port, tls, **choice))
+        except (socket.timeout, ConnectionResetError, Malformed) as error:
+            if not room.dialects:
+                raise
+            troubles.append("none in the %s dialect (%s)" % (dialect, error_text(error)))
+    raise Malformed("no list: " + ", ".join(troubles))
 
 
 # --- What all commands use -----------------------------------------------------------------------
@@ -16912,19 +16239,22 @@ def check_upstreams(settings):
     that says why it cannot be fetched."""
     own_addresses = find_own_addresses(settings)
     for upstream in settings["upstream.masters"]:
-        if is_switched_off(settings, upstream.game):
-            section, _, key = UPSTREAM_GAMES[upstream.game].partition(".")
+        room = ROOMS[upstream.game]()
+        if not room.is_on(settings):
+            section, _, key = (room.switch or room.game + ".port").partition(".")
             say("warning: [upstream] %s: the game is switched off here, by [%s] %s."
                 % (upstream.label, section, key))
             continue
         try:
-            result = fetch_upstream(upstream, own_addresses, collections.OrderedDict())
+            servers, left_out = fetch_upstream(
+                upstream, own_addresses, collections.OrderedDict(),
+                settings["limits.servers_per_source"])
         except (Malformed, OSError, OverflowError, ValueError) as error:
             say("warning: [upstream] %s: no list: %s"
                 % (upstream.label, clean(error_text(error), TEXT_CHARACTERS)))
         else:
             say("[upstream] %s: %d addresses in the list, %d other entries left out"
-                % (upstream.label, len(result.servers), result.left_out))
+                % (upstream.label, len(servers), left_out))
 
 
 # --- A test of the webhooks ----------------------------------------------------------------------
@@ -16959,28 +16289,24 @@ def command_ping(arguments):
     """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
-        result = PINGS[arguments.game](host, port)
+        result = ping(ROOMS[arguments.game](), host, port)
+    result.pop("private", None)
     # The details, which differ by game, are printed like the other fields
-    details = result.pop("details", {})
-    result.update(details)
+    result.update(result.pop("details", NO_DETAILS))
     print_result(arguments, host, port, result)
     return EXIT_OK
 
 
 def command_list(arguments):
     """Run the command `list`: fetch the list of a master and print it."""
-    fetch, default_port = LISTS[arguments.game]
+    room = ROOMS[arguments.game]()
     host, port, tls = arguments.endpoint
-    port = port or default_port
-    if tls and fetch not in WEB_LISTS:
+    port = port or room.master_port
+    if tls and room.fetched_over != "http":
         raise ToolError(EXIT_USAGE, "The list of %s is not fetched by HTTPS." % arguments.game)
+    choice = {option.name: getattr(arguments, option.name) for option in room.list_options}
     with failing_query(host, port):
-        if tls:
-            servers = fetch(host, port, tls)
-        elif arguments.game == "quake3":
-            servers = fetch(host, port, arguments.gamename, arguments.protocol)
-        else:
-            servers = fetch(host, port)
+        servers = fetch_any_dialect(room, host, port, tls, **choice)
     print_result(arguments, host, port, {"servers": servers})
     return EXIT_OK
 
@@ -17048,25 +16374,26 @@ def export_once(arguments):
     """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
 
     Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
-    _, default_port = LISTS["hyperbol"]
+    room = ROOMS[arguments.game]()
     host, port, _ = arguments.master
-    port = port or default_port
+    port = port or room.master_port
     master = endpoint_text(host, port)
     path = arguments.output
     with failing_with(EXIT_CONNECTION, "No list from " + master, OSError, ValueError):
         with failing_with(EXIT_IDENTIFIER, master + " is not a Hyperbol master", Malformed):
-            entries = list_hyperbol(host, port)
+            entries = list(fetch_list(room, host, port))
     if not entries:
         raise ToolError(EXIT_EMPTY, "The list of %s is empty; %s is left as it is."
                         % (master, path))
 
     deadline = time.monotonic() + EXPORT_TOTAL_S
-    query = functools.partial(queried_server, deadline=deadline)
+    query = functools.partial(queried_server, type(room), deadline=deadline)
     # So many at once, with a socket each. macOS allows a program 256 open files
     with concurrent.futures.ThreadPoolExecutor(200) as pool:
         servers = list(pool.map(query, entries))
 
-    xml = servers_xml(map(server_xml, servers), time.time())
+    exported = room.lists()[room.exported]
+    xml = exported.join(list(map(exported.entry, servers)), time.time())
     with failing_with(EXIT_FILE, path + " cannot be written", OSError):
         write_file(path, xml)
     if arguments.ftp:
@@ -17077,7 +16404,7 @@ def export_once(arguments):
         len(servers), responding, players, path)
 
 
-def queried_server(entry, deadline):
+def queried_server(room_class, entry, deadline):
     """Query the server of an entry in a list, and return a Server with the values of its answer.
 
     If the server does not answer, or the deadline has passed already, the Server is marked as not
@@ -17089,9 +16416,9 @@ def queried_server(entry, deadline):
         # The socket raises OverflowError if the list has a port number above 65535
         with contextlib.suppress(Malformed, OSError, OverflowError):
             # Two queries take up to 4 s; the script in the document waits for 3 s
-            fields = ping_hyperbol(address, port, tries=2)
-    return Server("hyperbol", address, port, source=address, now=0.0, lifetime=0.0,
-                  flavor=entry["flavor"], **fields)
+            fields = ping(room_class(), address, port, tries=2)
+    return Server(room_class.game, address, port, source=address, now=0.0, lifetime=0.0,
+                  private=entry, **fields)
 
 
 def read_ftp_url(text):
@@ -17162,6 +16489,7 @@ SETTINGS_OPTIONS = (
     option("-v", "--verbose", action="store_true", help="log at debug level"),
 )
 JSON_OPTION = option("--json", action="store_true", help="as JSON")
+EXPORTED_GAMES = [room.game for room in GAMES if room.exported]
 
 # To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
 # stands for the program without a command
@@ -17219,7 +16547,8 @@ AIO), they are answered here if that UDP port is free.""", (
     "ping": Command(command_ping, "Query a game server.", (
         option("endpoint", metavar="HOST:PORT", type=argument(read_endpoint),
                help="the game port, even where another one is queried"),
-        option("--game", choices=sorted(PINGS), required=True),
+        option("--game", required=True,
+               choices=sorted(room.game for room in GAMES if room.answers_queries)),
         JSON_OPTION,
     )),
 
@@ -17227,11 +16556,12 @@ AIO), they are answered here if that UDP port is free.""", (
         option("endpoint", metavar="HOST[:PORT]", type=argument(read_master_place),
                help="the master; without a port on its game's default; of iceball and luanti also "
                     "https://HOST[:PORT]"),
-        option("--game", choices=sorted(LISTS), required=True),
+        option("--game", choices=sorted(room.game for room in GAMES if room.fetched_over),
+               required=True),
         JSON_OPTION,
-        option("--protocol", type=int, default=68,
-               help="of quake3: 68 is Quake III Arena's, 71 OpenArena's, 3 Xonotic's"),
-        option("--gamename", default="Quake3Arena", help="of quake3, such as Xonotic"),
+        *[option("--" + choice.name, default=choice.default, type=argument(choice.read),
+                 help="of %s: %s" % (room.game, choice.help))
+          for room in GAMES for choice in room.list_options],
     )),
 
     "export": Command(command_export, """\
@@ -17246,11 +16576,11 @@ Exit status: 0 done; 2 wrong usage; 3 no connection to the master, or no answer 
 not a Hyperbol master, or its list has more than 65,536 servers; 6 its list is empty; 7 the file
 cannot be written; 8 the upload failed. With --every it goes on until a signal or Ctrl+C, and ends
 with 0.""", (
-        option("--game", choices=["hyperbol"], default="hyperbol",
-               help="the master's game (hyperbol)"),
+        option("--game", choices=EXPORTED_GAMES, default=EXPORTED_GAMES[0],
+               help="the master's game (%s)" % EXPORTED_GAMES[0]),
         option("master", metavar="HOST[:PORT]",
                type=argument(functools.partial(read_master_place, schemes=())),
-               help="the master; on port %d if none is given" % MASTER_PORTS["hyperbol"]),
+               help="the master; on the usual port of its game if none is given"),
         option("--output", metavar="FILE", default="servers.xml",
                help="the file to write (servers.xml)"),
         option("--ftp", metavar="ftp://USER@HOST/PATH/", type=argument(read_ftp_url),
