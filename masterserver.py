@@ -11897,13 +11897,13 @@ def post_announce(web, request):
     registry, source = web.registry, request.address
     address = web.rules.listed_address(source)
     server = registry.get(game, address, port)
-    polled_game = web.core.rooms.get(game)
-    if polled_game:
-        polled_game.on_http_announcement(source, port, fields, request.now)
+    room = web.core.rooms.get(game)
+    if room:
+        room.announced(source, port, fields, request.now)
         if server and server.responding:
             return announce_response()
         return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                 "/check tells what came of it" % (port + polled_game.offset))
+                                 "/check tells what came of it" % (port + room.offset))
     if not server or "name" in fields:
         fields["name"] = fields.get("name") or endpoint_text(address, port)
     registry.list_or_refresh((game, address, port), source, request.now, ANNOUNCED_TTL_S, fields)
@@ -11990,7 +11990,9 @@ def announced_game(web, value):
     Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
     and says how the operator can add one."""
     game = announced_value("game", value)
-    games = [*web.core.rooms, *web.settings["games"]]
+    games = [room.game for room in web.core.rooms.values()
+             if room.announced_by_http and room.is_on(web.settings)]
+    games += web.settings["games"]
     if game in games:
         return game
     reason = "game: expected one of %s, not %s" % (", ".join(games), ascii(game))
@@ -12009,12 +12011,12 @@ def stop_announced(web, request, game, port):
     registry = web.registry
     source = request.address
     server = registry.get(game, web.rules.listed_address(source), port)
-    polled_game = web.core.rooms.get(game)
-    was_queried = polled_game and polled_game.stop_polling(source, port)
+    target = web.core.poller.targets.get((game, source, port))
+    web.core.poller.remove(target)
     is_own_server = server and server.source == source and not server.master
     if is_own_server:
         registry.remove_own(server)
-    elif not was_queried and game != "luanti":
+    elif target is None and game != "luanti":
         raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
             source, port, game))
     registry.record_outcome(source, game, port, "stopped", request.now)
