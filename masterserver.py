@@ -840,12 +840,6 @@ LUANTI_SETTINGS = (
             "Seconds after its last announcement until a server is removed; one comes every 300."),
 )
 
-DDNET_SETTINGS = (
-    Setting("ddnet.enabled", "yes", read_flag,
-            "List the DDNet and Teeworlds servers that register on the ports of [http].",
-            live=False),
-)
-
 # All settings by name, in the order of the ini. Section 10 fills this table
 SETTINGS: Dict[str, Setting] = {}
 # Settings of earlier versions. An ini that still has one of them causes a warning
@@ -1176,24 +1170,6 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
     if not isinstance(value, dict):
         raise Malformed("not a JSON object in UTF-8")
     return value
-
-
-def json_levels(value, limit):
-    """Return how many objects and lists stand within each other in a value of JSON.
-
-    If they are more than `limit`, return limit + 1."""
-    levels = 0
-    inner_values = [value]
-    while levels <= limit:
-        containers = [inner for inner in inner_values if isinstance(inner, (dict, list))]
-        if not containers:
-            return levels
-        levels += 1
-        inner_values = []
-        for container in containers:
-            members = container.values() if isinstance(container, dict) else container
-            inner_values.extend(members)
-    return levels
 
 
 # Numbers and tables
@@ -8281,44 +8257,28 @@ def luanti_attributes(announcement):
 
 
 # --- DDNet ---------------------------------------------------------------------------------------
-#
-# Game servers register by HTTP and prove their UDP port. First come the parts of a registration:
-# its header fields, the challenge, addresses, the info. The class Ddnet lists the servers.
 
+DDNET_REGISTER = "/ddnet/15/register"       # 15 is the version of the registrations
+DDNET_SERVERS = "/ddnet/15/servers.json"
 DDNET_06 = "tw-0.6+udp"             # the protocol of Teeworlds 0.6, as an address begins
 DDNET_07 = "tw-0.7+udp"             # that of 0.7
-# The address that a server registers. The host stands for the address that the request comes from
-DDNET_REGISTERED_PATTERN = r"(tw-0\.[67]\+udp)://connecting-address\.invalid:([0-9]{1,5})"
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
-DDNET_SECRET_PATTERN = "[!-~]{1,128}"
-DDNET_SECRET_TEXT = "1 to 128 ASCII characters without blanks"
-DDNET_CONNLESS_TOKEN_PATTERN = "[0-9a-fA-F]{8}"
-DDNET_CHALLENGE = b"chal"
-DDNET_06_HEAD = b"\xff" * 10        # begins a packet without a connection
-DDNET_07_HEAD = b"\x21%s" + b"\xff" * 8     # the same in 0.7, with the four bytes of Connless-Token
-DDNET_SECRET_HASH_BYTES = 16
-DDNET_SECRET_HASH_PATTERN = "[0-9a-f]{%d}" % (2 * DDNET_SECRET_HASH_BYTES)
-
+DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
-# A token is good for this time at least, and for twice the time at most
-DDNET_TOKEN_S = 120
-DDNET_TOKEN_MAC_BYTES = 7           # then a challenge has at most 80 bytes, as the official one
 DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
-
-DDNET_INFO_BYTES = 100 << 10        # the longest info; 64 players with skins need less
-# Objects and lists within each other. The game has six; some programs that read the list fail at
-# 128, and would then read none of it
-DDNET_INFO_LEVELS = 16
-# An info usually has 2 kB. Every server may have this many bytes. What the infos have beyond that
-# is limited: for the servers of one source, so that 32 of them can be full, and for all together
+DDNET_INFO_BYTES = 32 << 10         # the longest info; 64 players with skins have some 16 kB
+# Every player downloads all infos with the list. An info usually has 2 kB, and every server may
+# have this many bytes. What the infos have beyond that is limited: for the servers of one source,
+# so that 32 of them can be full of players, and for all together, so that no site can use it up
 DDNET_USUAL_BYTES = 4096
-DDNET_SOURCE_LARGE_BYTES = 1 << 20
+DDNET_SOURCE_LARGE_BYTES = 512 << 10
 DDNET_LARGE_BYTES = 16 << 20
 
-# The states that answer a registration
-DDNET_SUCCESS = "success"
-DDNET_NEED_CHALLENGE = "need_challenge"
-DDNET_NEED_INFO = "need_info"
+DDNET_SETTINGS = (
+    Setting("ddnet.enabled", "yes", read_flag,
+            "List the DDNet and Teeworlds servers that register on the ports of [http].",
+            live=False),
+)
 
 
 class DdnetRequest(NamedTuple):
@@ -8327,71 +8287,53 @@ class DdnetRequest(NamedTuple):
     source: str
     protocol: str                       # DDNET_06 or DDNET_07
     port: int                           # the UDP port of the game server
-    secret_hash: str                    # of Secret, in hexadecimal digits
+    secret: str                         # the hash of Secret, in hexadecimal digits
     is_delete: bool = False             # true: the other fields are empty
-    challenge_secret: str = ""          # the game server expects it in the challenge
-    connless_token: str = ""            # eight hexadecimal digits; "" for DDNET_06
-    token: str = ""                     # the token of an earlier challenge, or ""
+    challenge: bytes = b""              # the challenge up to its token
+    token: bytes = b""                  # the token of an earlier challenge, or b""
     serial: int = 0                     # grows with each change of the info
 
 
-def read_registered_address(header):
-    """Return the protocol and the port that the header field Address registers.
+def read_ddnet_request(request):
+    """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
 
-    `header(name)` returns the value of a header field, "" if it is missing. Raise Refused if the
-    address is malformed."""
-    text = ddnet_header(header, "Address", DDNET_REGISTERED_PATTERN,
-                        "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
+    Raise Malformed if a header field is missing or malformed."""
+    text = ddnet_header(
+        request, "Address", r"tw-0\.[67]\+udp://connecting-address\.invalid:[0-9]{1,5}",
+        "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
     protocol, _, endpoint = text.partition("://")
     _, _, digits = endpoint.rpartition(":")
     port = int(digits)
     if not 0 < port <= MAX_PORT:
-        raise Refused("bad packet", "Address: %d is not a port" % port)
-    return protocol, port
-
-
-def read_ddnet_request(header, source, protocol, port):
-    """Return the DdnetRequest in the header fields of a request from this IP address.
-
-    `header` is as in read_registered_address(), which has returned the protocol and the port. Raise
-    Refused if a field is missing or malformed."""
-    secret = ddnet_header(header, "Secret", DDNET_SECRET_PATTERN, DDNET_SECRET_TEXT)
-    digest = hashlib.blake2b(secret.encode(), digest_size=DDNET_SECRET_HASH_BYTES)
-    request = DdnetRequest(source, protocol, port, digest.hexdigest())
-    action = ddnet_header(header, "Action", "(delete)?", "delete, or no such field")
-    if action:
-        return request._replace(is_delete=True)
-    connless_token = ""
+        raise Malformed("Address: %d is not a port" % port)
+    request.announced = "ddnet", port
+    secret = ddnet_header(request, "Secret", *DDNET_SECRET)
+    digest = hashlib.blake2b(secret.encode(), digest_size=16)
+    fields = DdnetRequest(request.address, protocol, port, digest.hexdigest())
+    if ddnet_header(request, "Action", "(delete)?", "delete, or no such field"):
+        return fields._replace(is_delete=True)
+    head = b"\xff" * 10                 # begins a packet without a connection
     if protocol == DDNET_07:
         connless_token = ddnet_header(
-            header, "Connless-Token", DDNET_CONNLESS_TOKEN_PATTERN, "eight hexadecimal digits")
-    serial = ddnet_header(header, "Info-Serial", "[0-9]{1,18}", "a whole number")
-    return request._replace(
-        challenge_secret=ddnet_header(
-            header, "Challenge-Secret", DDNET_SECRET_PATTERN, DDNET_SECRET_TEXT),
-        connless_token=connless_token,
-        token=header("Challenge-Token").strip(),
+            request, "Connless-Token", "[0-9a-fA-F]{8}", "eight hexadecimal digits")
+        head = b"\x21" + bytes.fromhex(connless_token) + b"\xff" * 8
+    challenge_secret = ddnet_header(request, "Challenge-Secret", *DDNET_SECRET)
+    token = b""
+    with contextlib.suppress(ValueError):
+        token = bytes.fromhex(request.header("Challenge-Token").strip())
+    serial = ddnet_header(request, "Info-Serial", "[0-9]{1,18}", "a whole number")
+    return fields._replace(
+        challenge=head + b"chal" + challenge_secret.encode() + b"\0", token=token,
         serial=int(serial))
 
 
-def ddnet_header(header, name, pattern, expected):
-    """Return the value of a header field, which has to match a regular expression.
-
-    `header` is as in read_registered_address(). Raise Refused, with the words of `expected`, if it
-    does not match."""
-    value = header(name).strip()
+def ddnet_header(request, name, pattern, expected):
+    """Return the value of a header field, which has to match a pattern. Raise Malformed with
+    the words of `expected` if it does not."""
+    value = request.header(name).strip()
     if not re.fullmatch(pattern, value):
-        raise Refused("bad packet", "%s: expected %s" % (name, expected))
+        raise Malformed("%s: expected %s" % (name, expected))
     return value
-
-
-def ddnet_challenge(request, token):
-    """Return the datagram that challenges the game server of a DdnetRequest with this token."""
-    head = DDNET_06_HEAD
-    if request.protocol == DDNET_07:
-        head = DDNET_07_HEAD % bytes.fromhex(request.connless_token)
-    texts = "%s\0%s\0" % (request.challenge_secret, token)
-    return head + DDNET_CHALLENGE + texts.encode()
 
 
 def ddnet_address(protocol, address, port):
@@ -8407,134 +8349,86 @@ def ddnet_endpoint(text):
     return read_numeric_endpoint(endpoint)
 
 
-def ddnet_address_order(text):
-    """Return a sort key of an address: IPv4 first, as most players have it, then 0.6."""
-    is_ipv6 = "[" in text
-    return is_ipv6, text
-
-
-class DdnetField(NamedTuple):
-    """A member that the info, its map or a client must have.
-
-    DDNet's clients do not show a server if one is wrong.
-
-    `is_right(value)` says whether a value has the right type; `expected` describes such a value."""
-
-    name: str
-    is_right: Callable[[Any], bool]
-    expected: str
-
-
-def is_text(value):
-    """Is this value of JSON a text?"""
-    return isinstance(value, str)
-
-
-def is_flag(value):
-    """Is this value of JSON true or false?"""
-    return isinstance(value, bool)
-
-
-def is_object(value):
-    """Is this value of JSON an object?"""
-    return isinstance(value, dict)
-
-
-def is_list(value):
-    """Is this value of JSON a list?"""
-    return isinstance(value, list)
-
-
 def is_plain_text(value):
     """Is this value of JSON a text without the control characters below U+0020?"""
     return isinstance(value, str) and not any(character < " " for character in value)
 
 
-def is_whole_number(value):
-    """Is this value of JSON a whole number of 32 bits, as the clients keep it?"""
-    return type(value) is int and -1 << 31 <= value < 1 << 31
-
-
-def is_count(value):
-    """Is this value of JSON a whole number, 0 or more?"""
-    return is_whole_number(value) and value >= 0
-
-
-DDNET_PLAIN_TEXT = "a text without control characters"
-DDNET_COUNT = "a whole number from 0 to 2147483647"
-DDNET_NUMBER = "a whole number of 32 bits"
-DDNET_INFO = (
-    DdnetField("max_clients", is_count, DDNET_COUNT),
-    DdnetField("max_players", is_count, DDNET_COUNT),
-    DdnetField("passworded", is_flag, EXPECTED_FLAG),
-    DdnetField("game_type", is_plain_text, DDNET_PLAIN_TEXT),
-    DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
-    DdnetField("map", is_object, "an object"),
-    DdnetField("version", is_plain_text, DDNET_PLAIN_TEXT),
-    DdnetField("clients", is_list, "a list"),
-)
-DDNET_MAP = (
-    DdnetField("name", is_plain_text, DDNET_PLAIN_TEXT),
-)
-DDNET_CLIENT = (
-    DdnetField("name", is_text, EXPECTED_TEXT),
-    DdnetField("clan", is_text, EXPECTED_TEXT),
-    DdnetField("country", is_whole_number, DDNET_NUMBER),
-    DdnetField("score", is_whole_number, DDNET_NUMBER),
-    DdnetField("is_player", is_flag, EXPECTED_FLAG),
-)
+# Which values of JSON a member may have, as a function and in words
+DDNET_TEXT = (lambda value: isinstance(value, str), "a text")
+DDNET_PLAIN_TEXT = (is_plain_text, "a text without control characters")
+DDNET_FLAG = (lambda value: isinstance(value, bool), "true or false")
+DDNET_NUMBER = (lambda value: type(value) is int and -1 << 31 <= value < 1 << 31,
+                "a whole number of 32 bits")
+DDNET_COUNT = (lambda value: type(value) is int and 0 <= value < 1 << 31,
+               "a whole number from 0 to 2147483647")
+# The members that the info, its map and each client must have. DDNet's clients do not show a server
+# if one is wrong
+DDNET_INFO = {
+    "max_clients": DDNET_COUNT,
+    "max_players": DDNET_COUNT,
+    "passworded": DDNET_FLAG,
+    "game_type": DDNET_PLAIN_TEXT,
+    "name": DDNET_PLAIN_TEXT,
+    "map": (lambda value: isinstance(value, dict), "an object"),
+    "version": DDNET_PLAIN_TEXT,
+    "clients": (lambda value: isinstance(value, list), "a list"),
+}
+DDNET_MAP = {"name": DDNET_PLAIN_TEXT}
+DDNET_CLIENT = {"name": DDNET_TEXT, "clan": DDNET_TEXT, "country": DDNET_NUMBER,
+                "score": DDNET_NUMBER, "is_player": DDNET_FLAG}
 
 
 def read_ddnet_info(raw):
     """Return the info of a server, which is JSON in UTF-8, as compact JSON text.
 
-    Raise Refused, with the name of the wrong member, if DDNet's clients would not show a server
+    Raise Malformed, with the name of the wrong member, if DDNet's clients would not show a server
     with it; or if it is too large, too deep, or has a value that JSON does not have."""
-    try:
-        info = read_json_object(raw)
-    except Malformed as error:
-        raise Refused("bad packet", "info: %s" % error) from None
-    check_ddnet_info(info)
-    if json_levels(info, DDNET_INFO_LEVELS) > DDNET_INFO_LEVELS:
-        raise Refused("bad packet", "info: more than %d objects or lists within each other"
-                      % DDNET_INFO_LEVELS)
+    if len(raw) > DDNET_INFO_BYTES:
+        raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
+    info = read_json_object(raw)
+    check_ddnet_members("", info, DDNET_INFO)
+    check_ddnet_members("map.", info["map"], DDNET_MAP)
+    for number, client in enumerate(info["clients"]):
+        check_ddnet_members("clients[%d]." % number, client, DDNET_CLIENT)
+    if info["max_players"] > info["max_clients"]:
+        raise Malformed("max_players: more than max_clients")
+    if len(info["clients"]) > info["max_clients"]:
+        raise Malformed("clients: more than max_clients")
+    if count_ddnet_players(info) > info["max_players"]:
+        raise Malformed("clients: more of them play than max_players")
+    # The game has six. Some programs that read the list fail at 128, and then read none of it
+    if is_deeper(info, 16):
+        raise Malformed("info: more than 16 objects or lists within each other")
     try:
         compact = to_json(info)
     except ValueError:
         # Python reads NaN, infinite numbers and halves of surrogate pairs, but JSON has none
-        raise Refused("bad packet", "info: a number or a text that JSON does not have") from None
-    # Python writes 1e15 with 18 characters
-    if len(compact) > DDNET_INFO_BYTES:
-        raise Refused("bad packet", "info: more than %d bytes" % DDNET_INFO_BYTES)
+        raise Malformed("info: a number or a text that JSON does not have") from None
+    if len(compact) > DDNET_INFO_BYTES:             # Python writes 1e15 with 18 characters
+        raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     return compact.decode()
 
 
-def check_ddnet_info(info):
-    """Raise Refused, with the name of the wrong member, if clients would not show a server with
-    this info, a dict."""
-    check_ddnet_fields(info, DDNET_INFO, "")
-    check_ddnet_fields(info["map"], DDNET_MAP, "map.")
-    clients = info["clients"]
-    for number, client in enumerate(clients):
-        where = "clients[%d]" % number
-        if not isinstance(client, dict):
-            raise Refused("bad packet", where + ": expected an object")
-        check_ddnet_fields(client, DDNET_CLIENT, where + ".")
-    if info["max_players"] > info["max_clients"]:
-        raise Refused("bad packet", "max_players: more than max_clients")
-    if len(clients) > info["max_clients"]:
-        raise Refused("bad packet", "clients: more than max_clients")
-    if count_ddnet_players(info) > info["max_players"]:
-        raise Refused("bad packet", "clients: more of them play than max_players")
-
-
-def check_ddnet_fields(values, fields, where):
-    """Raise Refused if one of these DdnetFields is missing or wrong in a dict of values.
+def check_ddnet_members(where, values, members):
+    """Raise Malformed if one of these members is missing or wrong in a value of JSON.
 
     `where` stands before its name in the reason."""
-    for field in fields:
-        if not field.is_right(values.get(field.name)):
-            raise Refused("bad packet", "%s%s: expected %s" % (where, field.name, field.expected))
+    if not isinstance(values, dict):
+        raise Malformed(where.rstrip(".") + ": expected an object")
+    for name, (is_right, expected) in members.items():
+        if not is_right(values.get(name)):
+            raise Malformed("%s%s: expected %s" % (where, name, expected))
+
+
+def is_deeper(value, levels):
+    """Does a value of JSON have more than so many objects and lists within each other?"""
+    if not isinstance(value, (dict, list)):
+        return False
+    if not levels:
+        return True
+    members = value.values() if isinstance(value, dict) else value
+    return any(is_deeper(member, levels - 1) for member in members)
 
 
 def count_ddnet_players(info):
@@ -8550,9 +8444,9 @@ def read_ddnet_registration(values):
     info        the info, as compact JSON
     serial      its Info-Serial
     secret      the hash of Secret, in hexadecimal digits
-    addresses   the addresses for players, in the order of ddnet_address_order()
+    addresses   the addresses for players, the first of which is the server's identity
 
-    Raise Refused if a value is wrong."""
+    Raise Malformed if a value is wrong."""
     try:
         raw_info = values["info"].encode()
         addresses = list(values["addresses"])
@@ -8560,75 +8454,33 @@ def read_ddnet_registration(values):
         is_right = (
             0 < len(endpoints) <= DDNET_ADDRESSES
             and type(values["serial"]) is int
-            and re.fullmatch(DDNET_SECRET_HASH_PATTERN, values["secret"]))
+            and re.fullmatch("[0-9a-f]{32}", values["secret"]))
     except (AttributeError, KeyError, TypeError, ValueError):
         is_right = False
     if not is_right:
-        raise Refused("bad packet", "a malformed registration")
-    return {
-        "info": read_ddnet_info(raw_info),
-        "serial": values["serial"],
-        "secret": values["secret"],
-        "addresses": addresses,
-    }
+        raise Malformed("a malformed registration")
+    return {"info": read_ddnet_info(raw_info), "serial": values["serial"],
+            "secret": values["secret"], "addresses": addresses}
 
 
-def ddnet_attributes(registration):
-    """Return the attributes of Server with which a server is listed, as a dict.
-
-    `registration` is as in read_ddnet_registration()."""
-    info = json.loads(registration["info"])
-    return {
-        "ddnet_registration": registration,
-        "verified": "handshake",
-        "name": clean(info["name"]),
-        "mode": clean(info["game_type"]),
-        "map": clean(info["map"]["name"]),
-        "version": clean(info["version"]),
-        "players": clamp(count_ddnet_players(info)),
-        "max_players": clamp(info["max_players"]),
-        "details": {"flags": "password" if info["passworded"] else ""},
-    }
+def ddnet_large_bytes(info):
+    """Return by how many bytes an info is larger than a usual one."""
+    return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
 
 
 class DdnetAddress:
-    """One address of a listed server.
+    """What the master knows of one address of a server besides what is stored."""
 
-    server          the listed Server
-    source          the address that its registrations come from
-    heard_at        the time of the last registration
-    replaced_secret the hash of the Secret of the server whose place it has taken, or ""
-    fingerprint     of the registration that only repeats the last one; see Registry.by_fingerprint
-    proven_until    until then the token of that registration is certainly valid"""
+    __slots__ = ("source", "heard_at", "replaced_secret", "fingerprint")
 
-    __slots__ = ("server", "source", "heard_at", "replaced_secret", "fingerprint", "proven_until")
-
-    def __init__(self, server):
-        """Describe an address at which a server has just been listed."""
-        self.server = server
-        self.source = server.source
-        self.heard_at = server.last_seen
-        self.replaced_secret = ""
-        self.fingerprint = None
-        self.proven_until = 0.0
+    def __init__(self, source, heard_at):
+        self.source = source            # the address that its registrations come from
+        self.heard_at = heard_at        # the time of the last registration
+        self.replaced_secret = ""       # of the server whose place it has taken; or ""
+        self.fingerprint = None         # of its last registration; see Registry.by_fingerprint
 
 
-class DdnetListing(NamedTuple):
-    """What the tables of Ddnet have of one listed server.
-
-    It is kept because an event brings only the new values, and the old ones have to be taken out of
-    the tables."""
-
-    secret: str = ""
-    addresses: Sequence[str] = ()
-    source: str = ""
-    large_bytes: int = 0                # of its info, beyond DDNET_USUAL_BYTES
-
-
-NO_DDNET_LISTING = DdnetListing()
-
-
-class Ddnet(TcpProtocol):
+class Ddnet(Game):
     """DDNet and its kin, the Teeworlds family, as captured from DDNet-Server 16.4.
 
     A game server registers by HTTP when it starts, every 15 s, and when it ends:
@@ -8655,377 +8507,354 @@ class Ddnet(TcpProtocol):
     the server."""
 
     game = "ddnet"
+    title = "DDNet"
+    settings = DDNET_SETTINGS
+    switch = "ddnet.enabled"
+    contact = Contact("DDNet servers, in autoexec_server.cfg",
+                      "sv_register 1; sv_register_url http://%(page)s" + DDNET_REGISTER
+                      + "; http_allow_insecure 1")
+    # The second is a dict of DdnetAddress objects by address. It changes without a change of the
+    # list
+    private = {"ddnet_registration": Private(NO_DETAILS, read_ddnet_registration),
+               "ddnet_addresses": Private(NO_DETAILS)}
+    routes = {DDNET_SERVERS: Route("servers.json", "application/json; charset=utf-8")}
+    requests = {"POST " + DDNET_REGISTER: "register"}
+    announced_over = ""
+    fetched_over = "http"
 
-    def __init__(self, core):
-        """Begin without servers. `core` is the program's Core."""
-        self.core = core
-        self.registry = core.registry
-        self.rules = core.registry.rules
-        self.cookie = Cookie(os.urandom(16), DDNET_TOKEN_MAC_BYTES, DDNET_TOKEN_S)
-        # Of this master's listed servers: the DdnetListing by the server's key, the Server by the
-        # hash of its Secret, and the DdnetAddress by the address
-        self.listings = {}
+    def __init__(self, master=None):
+        super().__init__(master)
+        # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
+        # good for two minutes at least, and for four at most
+        self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
+        # This master's servers by the hash of Secret and by address, also some that have left
         self.by_secret = {}
-        self.addresses = {}
-        # The bytes of the infos beyond DDNET_USUAL_BYTES, by source_keys(); the key "" is for all
-        self.large_bytes = collections.defaultdict(int)
-        self.registry.subscribe(self.on_registry_event, self.game)
-        if core.settings["ddnet.enabled"]:
-            core.rooms[self.game] = self
-
-    def serves(self, server):
-        """Return whether this server can register by HTTP on one of our ports."""
-        settings = self.core.settings
-        if server.game != self.game or not settings["ddnet.enabled"]:
-            return False
-        return bool(settings["http.ports"] or settings["http.https_ports"])
-
-    # The tables
-
-    def on_registry_event(self, event, server):
-        """Keep the tables in step with the list."""
-        listing = NO_DDNET_LISTING
-        if event != "gone" and server.ddnet_registration:
-            listing = self.make_listing(server)
-        before = self.listings.pop(server.key, NO_DDNET_LISTING)
-        if listing.addresses:
-            self.listings[server.key] = listing
-        self.by_secret.pop(before.secret, None)
-        if listing.secret:
-            self.by_secret[listing.secret] = server
-        for text in before.addresses:
-            if text not in listing.addresses:
-                self.addresses.pop(text, None)
-        for text in listing.addresses:
-            if text in self.addresses:
-                self.addresses[text].server = server
-            else:
-                self.addresses[text] = DdnetAddress(server)
-        self.count_large_bytes(before.source, -before.large_bytes)
-        self.count_large_bytes(listing.source, listing.large_bytes)
+        self.by_address = {}
+        self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
+        self.prove_at = -math.inf       # when all tokens have to be verified again
 
     @staticmethod
-    def make_listing(server):
-        """Return the DdnetListing of a listed server."""
-        registration = server.ddnet_registration
-        large_bytes = ddnet_large_bytes(registration["info"])
-        return DdnetListing(
-            registration["secret"], registration["addresses"], server.source, large_bytes)
+    def registration(server):
+        return server.private["ddnet_registration"]
 
-    def count_large_bytes(self, source, difference):
-        """Add a difference to the large bytes of a source and of all."""
-        if not difference:
-            return
-        for key in ("", *source_keys(source)):
-            self.large_bytes[key] += difference
-            if not self.large_bytes[key]:
-                del self.large_bytes[key]
+    def listed(self, servers, key):
+        """Return the server that by_secret or by_address has by this key, if it is still listed."""
+        server = servers.get(key)
+        return server if server is not None and self.registry.has(server) else None
 
     # Registrations
 
-    def register(self, request, body, now):
-        """Handle a DdnetRequest that registers an address. Return DDNET_SUCCESS,
-        DDNET_NEED_CHALLENGE or DDNET_NEED_INFO.
+    def register(self, request):
+        """Take a game server's request by HTTP, and return the answer in JSON.
 
-        `body` is the info, or b"" if it has not changed. Raise Refused if the server may not be
-        listed, or if the info is malformed or too large."""
-        server = self.by_secret.get(request.secret_hash)
-        self.check_request(request, server)
-        if not self.is_proven(request, now):
-            self.send_challenge(request, now)
-            return DDNET_NEED_CHALLENGE
-        if body:                        # it counts whatever Info-Serial is: it came last
-            info = read_ddnet_info(body)
-            try:
-                self.check_info_bytes(request, server, info)
-            except Refused:
-                if server is not None:      # it stays, with its old info
-                    self.refresh(request, server, now)
-                raise
-            self.list_address(request, server, info, request.serial, now)
-        elif server is None or request.serial > server.ddnet_registration["serial"]:
-            return DDNET_NEED_INFO
-        else:
-            self.refresh(request, server, now)
-        return DDNET_SUCCESS
+        Raise Malformed or Refused, with words that the game server logs."""
+        asked, now = read_ddnet_request(request), request.now
+        if asked.is_delete:
+            self.delete(asked, now)
+            return to_json({"status": "success"})
+        server = self.listed(self.by_secret, asked.secret)
+        self.check_request(asked, server)
+        former_secrets = self.former_secrets(asked)
+        messages = [self.token_message(asked, secret) for secret in former_secrets]
+        if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
+            token = self.cookie.make(messages[0], now).hex().encode()
+            self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
+            self.record(asked.source, asked.port, "challenged", now, str(asked.port))
+            return to_json({"status": "need_challenge"})
+        registration = {"info": "", "serial": -1, "secret": asked.secret, "addresses": []}
+        if server is not None:
+            registration = self.registration(server)
+        too_large = ""
+        if request.body:                # it counts whatever Info-Serial is: it came last
+            info = read_ddnet_info(request.body)
+            too_large = self.too_large(asked.source, server, info)
+            if not too_large:
+                registration = {**registration, "info": info, "serial": asked.serial}
+        elif asked.serial > registration["serial"]:
+            return to_json({"status": "need_info"})
+        if registration["info"]:        # a server that is listed stays, with its old info
+            self.list_address(asked, server, registration, former_secrets[0], now)
+        if too_large:
+            raise Refused("limit", too_large)
+        if not request.body and not request.close_connection:
+            self.add_fingerprint(asked, hash((request.head, request.peer_address)))
+        return to_json({"status": "success"})
 
-    def registered_address(self, request):
-        """Return the address that a DdnetRequest registers or deletes, as the list has it."""
-        address = self.rules.listed_address(request.source)
-        return ddnet_address(request.protocol, address, request.port)
-
-    def refresh(self, request, server, now):
-        """List a proven address of a listed server, whose info stays as it is."""
-        registration = server.ddnet_registration
-        self.list_address(request, server, registration["info"], registration["serial"], now)
-
-    def check_request(self, request, server):
+    def check_request(self, asked, server):
         """Raise Refused if the rules or a limit forbid to list this address.
 
-        `server` is the listed server with the same Secret, or None."""
-        source, port = request.source, request.port
+        `server` is the listed server with the same Secret, or None. A server has one port, and one
+        address of each family. So somebody who has learned the Secret cannot add another port, or a
+        second IPv4 address, to the server."""
+        source, port = asked.source, asked.port
         address = self.rules.listed_address(source)
         if not self.registry.can_be_listed(source, address):
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        if server is not None:
-            self.check_owner(server, address, port)
+        for text in self.registration(server)["addresses"] if server else ():
+            listed_address, listed_port = ddnet_endpoint(text)
+            is_same_family = (":" in listed_address) == (":" in address)
+            if listed_port != port or (is_same_family and listed_address != address):
+                raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
+                              "moved waits %d s" % (text, DDNET_LIFETIME_S))
         key = self.game, address, port
         listed_here = self.registry.get(*key)
-        takes_no_room = server is not None or (listed_here is not None and not listed_here.master)
-        if takes_no_room:
+        if server is not None or (listed_here is not None and not listed_here.master):
             self.registry.check_rules(source, address, port, None)
         else:
             self.registry.check_admission(key, source)
 
+    def addresses_at_port(self, asked):
+        """Return the address that a request registers, and that of the other protocol. One game
+        server uses a port by both."""
+        address = self.rules.listed_address(asked.source)
+        other_protocol = DDNET_06 if asked.protocol == DDNET_07 else DDNET_07
+        return (ddnet_address(asked.protocol, address, asked.port),
+                ddnet_address(other_protocol, address, asked.port))
+
+    def former_secrets(self, asked):
+        """Return the Secrets, hashed, of other servers with which a token for this request may be
+        made. The first one is for new tokens; it is "" if no other server is listed at the port."""
+        secrets = [""]
+        for text in self.addresses_at_port(asked):
+            server = self.listed(self.by_address, text)
+            if server is None:
+                continue
+            listed_secret = self.registration(server)["secret"]
+            if listed_secret != asked.secret:       # probably the same game server before a restart
+                return [listed_secret]
+            # 0.6 may have taken the place already, and the token of 0.7 is from before
+            secrets.append(server.private["ddnet_addresses"][text].replaced_secret)
+        return secrets
+
     @staticmethod
-    def check_owner(server, address, port):
-        """Raise Refused if this cannot be another address of the server with the same Secret.
-
-        A server has one port, and one address of each family. So somebody who has learned the
-        Secret cannot add another port, or a second IPv4 address, to the server."""
-        is_ipv6 = ":" in address
-        for text in server.ddnet_registration["addresses"]:
-            listed_address, listed_port = ddnet_endpoint(text)
-            is_same_family = (":" in listed_address) == is_ipv6
-            if listed_port != port or (is_same_family and listed_address != address):
-                raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
-                              "moved waits %d s" % (text, DDNET_LIFETIME_S))
-
-    def is_proven(self, request, now):
-        """Is the token of this request one that was sent to the address that it registers?"""
-        try:
-            mac = bytes.fromhex(request.token)
-        except ValueError:
-            return False
-        messages = [self.token_message(request, secret) for secret in self.former_secrets(request)]
-        return any(self.cookie.is_valid(mac, message, now) for message in messages)
-
-    @staticmethod
-    def token_message(request, former_secret):
+    def token_message(asked, former_secret):
         """Return what a token proves, as bytes: that whoever has this Secret receives what is sent
         to this address, although a server with the former Secret was listed there.
 
         So a game server that is started again can take the place of its former life, and nobody can
         take it back with a token from before."""
-        source_address = ddnet_address(request.protocol, request.source, request.port)
-        return " ".join((source_address, request.secret_hash, former_secret)).encode()
+        address = ddnet_address(asked.protocol, asked.source, asked.port)
+        return " ".join((address, asked.secret, former_secret)).encode()
 
-    def former_secrets(self, request):
-        """Return the former Secrets, hashed, with which a token for this request may be made.
+    def too_large(self, source, server, info):
+        """Return why an info is too large together with those of other servers, or "".
 
-        The first one is for new tokens. It is "" if no other server is listed at the address."""
-        former = self.former_server(request)
-        if former is not None:
-            return [former.ddnet_registration["secret"]]
-        secrets = [""]
-        for listed in self.listed_at_port(request):
-            # 0.6 has taken the place already, and the token of 0.7 is from before
-            secrets.append(listed.replaced_secret)
-        return secrets
-
-    def former_server(self, request):
-        """Return the server that is listed at the same IP address and port, but with another
-        Secret, or None. It is probably the same game server before a restart."""
-        for listed in self.listed_at_port(request):
-            if listed.server.ddnet_registration["secret"] != request.secret_hash:
-                return listed.server
-        return None
-
-    def listed_at_port(self, request):
-        """Return the DdnetAddresses at the IP address and port of this request, for 0.6 and 0.7.
-
-        One game server uses a port, by both protocols."""
-        at_port = []
-        for text in self.addresses_at_port(request):
-            if text in self.addresses:
-                at_port.append(self.addresses[text])
-        return at_port
-
-    def addresses_at_port(self, request):
-        """Return the addresses that 0.6 and 0.7 have at the IP address and port of this request."""
-        address = self.rules.listed_address(request.source)
-        return [ddnet_address(protocol, address, request.port)
-                for protocol in (DDNET_06, DDNET_07)]
-
-    def send_challenge(self, request, now):
-        """Send the challenge with a token to the game server's port, and record it for /check."""
-        former_secret, *_ = self.former_secrets(request)
-        message = self.token_message(request, former_secret)
-        token = self.cookie.make(message, now)
-        challenge = ddnet_challenge(request, token.hex())
-        game_server = request.source, request.port
-        self.core.send(challenge, game_server)
-        self.record_outcome(request, "challenged", now, str(request.port))
-
-    def check_info_bytes(self, request, server, info):
-        """Raise Refused if the infos of this source, or all of them, have too many bytes with this
-        one. `server` is the listed server that has it, or None."""
+        `server` is the listed server that it is of, or None."""
         more = ddnet_large_bytes(info)
-        source = request.source
         if server is not None:
-            more -= self.listings[server.key].large_bytes
+            more -= ddnet_large_bytes(self.registration(server)["info"])
             source = server.source      # that of its first address, for which it counts
-        if more <= 0:
-            return
-        limits = [("", DDNET_LARGE_BYTES)]
-        if not self.rules.exempts(source):
-            limits += source_limits(source, DDNET_SOURCE_LARGE_BYTES)
-        for key, limit in limits:
-            if self.large_bytes.get(key, 0) + more > limit:
-                servers = "the servers of one address or network" if key else "all servers"
-                raise Refused("limit", "the infos of %s are too large together; one of at most %d "
-                              "bytes is always accepted" % (servers, DDNET_USUAL_BYTES))
+        whose = ""
+        if more > 0 and self.large_bytes.total + more > DDNET_LARGE_BYTES:
+            whose = "all servers"
+        elif more > 0 and self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more):
+            whose = "" if self.rules.exempts(source) else "the servers of one address or network"
+        if whose:
+            return "the infos of %s are too large together; one of at most %d bytes is always " \
+                   "accepted" % (whose, DDNET_USUAL_BYTES)
+        self.large_bytes.take(source, more)         # tick() counts exactly
+        return ""
 
-    def list_address(self, request, server, info, serial, now):
+    def list_address(self, asked, server, registration, former_secret, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
         of a new one. Raise Refused if the rules or a limit forbid it."""
-        text = self.registered_address(request)
-        addresses = {text}
-        if server is not None:
-            addresses.update(server.ddnet_registration["addresses"])
-        registration = {
-            "info": info,
-            "serial": serial,
-            "secret": request.secret_hash,
-            "addresses": sorted(addresses, key=ddnet_address_order),
-        }
-        replaced_secret = self.end_former_server(request)
-        self.list_registration(server, registration, request.source, now)
-        listed = self.addresses[text]
-        listed.source = request.source
-        listed.heard_at = now
-        listed.replaced_secret = replaced_secret or listed.replaced_secret
-        self.record_outcome(request, "listed", now)
+        texts = self.addresses_at_port(asked)
+        former = self.listed(self.by_secret, former_secret)
+        if former is not None:
+            # The game server was started again: its former life has no port any more, even if the
+            # new one is refused
+            self.drop_addresses(former, texts)
+        text, _ = texts
+        addresses = dict(server.private["ddnet_addresses"]) if server else {}
+        address = addresses.setdefault(text, DdnetAddress(asked.source, now))
+        # IPv4 comes first, as most players have it, then 0.6
+        ordered = sorted(addresses, key=lambda text: ("[" in text, text))
+        self.list_server(server, {**registration, "addresses": ordered}, addresses, now)
+        address.source, address.heard_at = asked.source, now
+        address.replaced_secret = former_secret or address.replaced_secret
+        self.record(asked.source, asked.port, "listed", now)
 
-    def end_former_server(self, request):
-        """Take a proven IP address and port from the listed server with another Secret, if one has
-        them. Return its Secret, hashed, or "".
-
-        The game server was started again: its former life has no port any more, even if the new one
-        is refused."""
-        former = self.former_server(request)
-        if former is None:
-            return ""
-        former_secret = former.ddnet_registration["secret"]
-        self.drop_addresses(former, self.addresses_at_port(request))
-        return former_secret
-
-    def list_registration(self, server, registration, source, now):
-        """List a server with this registration, or refresh it.
+    def list_server(self, server, registration, addresses, now):
+        """List a server with this registration, or refresh it. Raise Refused.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there: the list loses it and gets a new one, whose history begins
-        again. `source` is the address that the registration comes from. Raise Refused if the rules
-        or a limit forbid it."""
+        again. If it may not be listed there, it stays where it is."""
         first_address, *_ = registration["addresses"]
         key = self.game, *ddnet_endpoint(first_address)
-        if first_address in self.addresses:
-            # The server counts for the source of its first address
-            source = self.addresses[first_address].source
-        attributes = ddnet_attributes(registration)
-        kept = {}
+        source = addresses[first_address].source        # the one that the server counts for
+        info = json.loads(registration["info"])
+        name = clean(info["name"])
         if server is not None and server.key != key:
-            self.check_move(key, source, attributes["name"])
-            for text in registration["addresses"]:
-                if text in self.addresses:
-                    kept[text] = self.addresses[text]
+            _, address, port = key
+            self.registry.check_rules(source, address, port, name)
+            self.rules.check_source_limit(self.registry.own, source)
             self.registry.remove_own(server)
-        listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, attributes)
-        for text, listed_address in kept.items():
-            listed_address.server = listed
-            self.addresses[text] = listed_address
+        listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, {
+            "room": self.game,
+            "verified": "handshake",
+            "name": name,
+            "mode": clean(info["game_type"]),
+            "map": clean(info["map"]["name"]),
+            "version": clean(info["version"]),
+            "players": clamp(count_ddnet_players(info)),
+            "max_players": clamp(info["max_players"]),
+            "details": {"flags": "password" if info["passworded"] else ""},
+            "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
+        })
+        self.enter(listed)
 
-    def check_move(self, key, source, name):
-        """Raise Refused if a listed server may not be listed under another key.
+    def enter(self, server):
+        """Enter a listed server into the tables."""
+        registration = self.registration(server)
+        self.by_secret[registration["secret"]] = server
+        for text in registration["addresses"]:
+            self.by_address[text] = server
 
-        It stays where it is then. It takes no further room, but it will count for this source."""
-        _, address, port = key
-        self.registry.check_rules(source, address, port, name)
-        self.rules.check_source_limit(self.registry.sources, source, "listed")
+    def resume(self, server):
+        registration = self.registration(server)
+        addresses = {text: DdnetAddress(server.source, server.last_seen)
+                     for text in registration["addresses"]}
+        server.private = {"ddnet_registration": registration, "ddnet_addresses": addresses}
+        self.enter(server)
 
     # Addresses that leave
 
-    def delete(self, request, now):
-        """Remove the address that a DdnetRequest deletes, if it is listed.
+    def delete(self, asked, now):
+        """Remove the address that a request deletes, if it is listed.
 
         Raise Refused if it is listed with another Secret."""
-        text = self.registered_address(request)
-        listed = self.addresses.get(text)
-        if listed is None:
+        text, _ = self.addresses_at_port(asked)
+        server = self.listed(self.by_address, text)
+        if server is None:
             return
-        if listed.server.ddnet_registration["secret"] != request.secret_hash:
+        if self.registration(server)["secret"] != asked.secret:
             raise Refused("owner", "Secret: %s is listed with another one" % text)
-        self.drop_addresses(listed.server, [text])
-        self.record_outcome(request, "stopped", now)
+        self.drop_addresses(server, [text])
+        self.record(asked.source, asked.port, "stopped", now)
 
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
-        remaining = []
-        for text in server.ddnet_registration["addresses"]:
-            if text not in texts:
-                remaining.append(text)
-        if not remaining:
+        addresses = dict(server.private["ddnet_addresses"])
+        for text in texts:
+            if addresses.pop(text, None):
+                del self.by_address[text]
+        if not addresses:
             self.registry.remove_own(server)
             return
-        registration = {**server.ddnet_registration, "addresses": remaining}
-        heard_at = max(self.addresses[text].heard_at for text in remaining)
+        registration = self.registration(server)
+        remaining = [text for text in registration["addresses"] if text in addresses]
+        heard_at = max(address.heard_at for address in addresses.values())
         try:
-            self.list_registration(server, registration, server.source, heard_at)
+            self.list_server(server, {**registration, "addresses": remaining}, addresses, heard_at)
         except Refused:
             # At its first remaining address it may not be listed, so it has left
             self.registry.remove_own(server)
 
+    def gone(self, server):
+        registration = self.registration(server)
+        if self.by_secret.get(registration.get("secret")) is server:
+            del self.by_secret[registration["secret"]]
+        for text in registration.get("addresses", ()):
+            if self.by_address.get(text) is server:
+                del self.by_address[text]
+
     def tick(self, now):
-        """Remove the addresses that have been silent for too long."""
-        silent = []
-        for text, listed in self.addresses.items():
-            if listed.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
-                    listed.source, listed.heard_at, DDNET_LIFETIME_S, now):
-                silent.append(text)
-        for text in silent:
-            # The server may have left with an address that was removed before
-            if text in self.addresses:
-                self.drop_addresses(self.addresses[text].server, [text])
+        """Remove the addresses that have been silent for too long, and count the bytes of infos."""
+        if now >= self.prove_at:
+            self.prove_at = self.cookie.window_ends
+            # The tokens in the registrations that are repeated may become too old now
+            self.registry.forget_fingerprints(self.game)
+        self.large_bytes = Shares()
+        for server in list(self.registry.games[self.game].values()):
+            if server.master:
+                continue
+            large_bytes = ddnet_large_bytes(self.registration(server)["info"])
+            if large_bytes:
+                self.large_bytes.take(server.source, large_bytes)
+            silent = []
+            for text, address in server.private["ddnet_addresses"].items():
+                if address.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
+                        address.source, address.heard_at, DDNET_LIFETIME_S, now):
+                    silent.append(text)
+            if silent:
+                self.drop_addresses(server, silent)
+        return []
 
     # Repetitions
 
-    def remember_repetition(self, request, fingerprint):
-        """Remember the fingerprint of a registration that was successful and had no body, so that
-        refresh_repeated() recognizes the next one."""
-        listed = self.addresses[self.registered_address(request)]
-        server = listed.server
-        listed.fingerprint = fingerprint
-        # At the end of this window the token may become too old
-        listed.proven_until = self.cookie.window_ends
-        if fingerprint in server.fingerprints:
-            return
-        if len(server.fingerprints) >= DDNET_ADDRESSES:
-            # Some of them are those of former tokens
+    def add_fingerprint(self, asked, fingerprint):
+        """Let repeated() recognize the registration that has just been successful."""
+        text, _ = self.addresses_at_port(asked)
+        server = self.by_address[text]
+        server.private["ddnet_addresses"][text].fingerprint = fingerprint
+        if len(server.fingerprints) >= DDNET_ADDRESSES:     # some are those of former tokens
             self.registry.forget_fingerprints_of(server)
-        self.registry.add_fingerprint(server, fingerprint)
+        if fingerprint not in server.fingerprints:
+            self.registry.add_fingerprint(server, fingerprint)
 
-    def refresh_repeated(self, fingerprint, now):
-        """Refresh the address whose registration has this fingerprint. Return whether there was
-        one. If not, the caller has to read the registration."""
-        server = self.registry.by_fingerprint.get(fingerprint)
-        if server is None or server.game != self.game:
-            return False
-        for text in server.ddnet_registration["addresses"]:
-            listed = self.addresses[text]
-            if listed.fingerprint == fingerprint and now < listed.proven_until:
-                listed.heard_at = server.last_seen = now
-                return True
-        return False
+    def repeated(self, server, fingerprint, now):
+        """Refresh a server that repeats a registration byte by byte, and return the answer.
 
-    def record_outcome(self, request, outcome, now, detail=""):
-        """Record for /check what became of a DdnetRequest. `outcome` is a key of OUTCOMES."""
-        self.registry.record_outcome(
-            request.source, self.game, request.port, outcome, now, detail)
+        Return b"" if the registration has to be read."""
+        for address in server.private["ddnet_addresses"].values():
+            if address.fingerprint == fingerprint:
+                address.heard_at = server.last_seen = now
+                return to_json({"status": "success"})
+        return b""
+
+    # The list and the pages
+
+    def lists(self):
+        return {"servers.json": ServerList(
+            ddnet_entry, self.registration, lambda entries, now:
+            b'{"servers":[%s]}\n' % b",\n".join(entries))}
+
+    def facts(self, server):
+        return [("Addresses", ", ".join(self.registration(server).get("addresses", ())))]
+
+    def player_names(self, server):
+        """Return the names of the players and spectators, with their clans in parentheses."""
+        names = []
+        if self.registration(server):
+            for client in json.loads(self.registration(server)["info"])["clients"]:
+                name = clean(client["name"])
+                clan = clean(client["clan"])
+                names.append("%s (%s)" % (name, clan) if clan else name)
+        return names
+
+    def fetch(self):
+        entries = yield from fetched_json(DDNET_SERVERS, "servers")
+        return map(read_ddnet_entry, entries)
 
 
-def ddnet_large_bytes(info):
-    """Return by how many bytes an info is larger than a usual one."""
-    return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
+def ddnet_entry(server):
+    """Return the entry of a server in the list, in JSON."""
+    registration = server.private["ddnet_registration"]
+    location = CONTINENTS.get(server.country)
+    if server.country == "cn":
+        location = "as:cn"
+    member = b""
+    if location and location != "an":       # the game knows no Antarctica
+        member = b'"location":"%s",' % location.encode()
+    return b'{"addresses":%s,%s"info":%s}' % (
+        to_json(registration["addresses"]), member, registration["info"].encode())
+
+
+def read_ddnet_entry(entry):
+    """Return one server of another master's list as a dict. It has the first address of its entry,
+    and only the clients that play are counted. Raise Malformed."""
+    try:
+        info = entry["info"]
+        first_address, *_ = entry["addresses"]
+        address, port = ddnet_endpoint(first_address)
+        server = {
+            "address": address, "port": port, "name": info["name"], "mode": info["game_type"],
+            "map": info["map"]["name"], "version": info["version"],
+            "players": count_ddnet_players(info), "max_players": info["max_players"]}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Malformed("an entry of the list: %r" % error) from None
+    return json_entry(server, "players", "max_players")
 
 
 # ================================================================================================
@@ -10692,9 +10521,6 @@ BANNER_FIELDS = {
 }
 
 
-# DDNet's routes. The version in them is that of the registrations
-DDNET_REGISTER = "/ddnet/15/register"
-DDNET_SERVERS = "/ddnet/15/servers.json"
 DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
 # A registration takes so many tokens of [limits] datagrams. By default 200 may come at once: enough
 # for 32 servers that start together, each with four addresses
@@ -10945,9 +10771,10 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return answer
-            is_registration = data.startswith(DDNET_REQUEST_START)
-            if is_registration and web.refresh_repeated(data, self.address, now):
-                return self.answer_repetition(now)
+            if data.startswith(DDNET_REQUEST_START):
+                body = web.answer_repeated(data, self.address, now)
+                if body:
+                    return self.answer_repetition(body, now)
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -11028,8 +10855,8 @@ class HttpSession(Session):
         self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
         return data
 
-    def answer_repetition(self, now):
-        """Return the response to a DDNet server that repeats its registration.
+    def answer_repetition(self, body, now):
+        """Return the response, with this body, to a DDNet server that repeats its registration.
 
         Like game servers that repeat themselves by UDP, these are not limited."""
         self.deadline = now + HTTP_IDLE_S
@@ -11039,7 +10866,7 @@ class HttpSession(Session):
             request = HttpRequest(DDNET_REQUEST_START)      # respond() needs no more of it
             request.close_connection = False
             _, head, body = request.respond(
-                ddnet_response(DDNET_SUCCESS), self.web.scheme_fields[self.scheme])
+                HttpResponse(body, JSON_TYPE), self.web.scheme_fields[self.scheme])
             self.cache[DDNET_REGISTER] = head + body
         return self.cache[DDNET_REGISTER]
 
@@ -11171,13 +10998,17 @@ class Web(TcpProtocol):
             cache.clear()
         self.cache_bytes = 0
 
-    def refresh_repeated(self, data, peer_address, now):
-        """Refresh the DDNet server that has sent the same request before. Return False if none has.
+    def answer_repeated(self, data, peer_address, now):
+        """Refresh the DDNet server that has sent the same request before, and return the body of
+        the answer. Return b"" if none has.
 
         `peer_address` is that of the other end of the connection. The request is not parsed: with
         20,000 servers that would take most of the time."""
-        ddnet = self.core.rooms.get("ddnet")
-        return ddnet is not None and ddnet.refresh_repeated(hash((data, peer_address)), now)
+        fingerprint = hash((data, peer_address))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if server is None or server.room != "ddnet":
+            return b""
+        return self.core.rooms["ddnet"].repeated(server, fingerprint, now)
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -11216,12 +11047,15 @@ class Web(TcpProtocol):
             return HttpResponse(b"", fields=fields)
         try:
             return route_function(self, request)
-        except Refused as refused:
-            game, port = request.announced
-            self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
-                                         str(refused))
-            status = {"bad packet": 400, "limit": 429, "busy": 429}.get(refused.outcome, 403)
-            raise HttpError(status, str(refused)) from None
+        except Malformed as error:
+            refused = Refused("bad packet", str(error))
+        except Refused as error:
+            refused = error
+        game, port = request.announced
+        self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
+                                     str(refused))
+        status = {"bad packet": 400, "limit": 429, "busy": 429}.get(refused.outcome, 403)
+        raise HttpError(status, str(refused))
 
     def charge(self, request, tokens):
         """Take tokens for this request from the client's bucket in the request limiter.
@@ -11617,38 +11451,13 @@ def get_list(web, request):
     return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render, has_times=False)
 
 
-def ddnet_entry(server):
-    """Return the entry of a server in DDNet's list, as JSON."""
-    registration = server.ddnet_registration
-    addresses = to_json(registration["addresses"])
-    location = b""
-    if ddnet_location(server.country):
-        location = b'"location":"%s",' % ddnet_location(server.country).encode()
-    info = registration["info"].encode()
-    return b'{"addresses":%s,%s"info":%s}' % (addresses, location, info)
-
-
-def ddnet_location(country):
-    """Return the location of a server in this country for DDNet's list, or "" if it has none."""
-    if country == "cn":
-        return "as:cn"
-    continent = CONTINENTS.get(country, "")
-    return "" if continent == "an" else continent       # the game knows no Antarctica
-
-
 def get_ddnet_servers(web, request):
-    """Return the response with DDNet's list, in the format that the game reads.
-
-    Its clients read in Last-Modified how old the list is."""
-    def render(servers, wall):
-        registered = []
-        for server in web.registry.for_clients(servers):
-            if server.ddnet_registration:
-                registered.append(server)
-        entries = cached_entries(registered, "ddnet", ddnet_entry)
-        return b'{"servers":[%s]}\n' % b",\n".join(entries)
-
-    response = web.list_response(request, ListFilter("ddnet"), JSON_TYPE, render, has_times=False)
+    """Return the response with DDNet's list. Its clients read in Last-Modified how old it is."""
+    ddnet = web.core.rooms.get("ddnet")
+    if ddnet is None or not ddnet.is_on(web.settings):
+        raise HttpError(404, "DDNet servers are not listed here.")
+    body = ddnet.rendered("servers.json", request.now)
+    response = HttpResponse(body, JSON_TYPE, is_public=True)
     response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
     return response
 
@@ -12058,30 +11867,14 @@ def get_geoip(web, request):
 # --- Registrations of DDNet servers --------------------------------------------------------------
 
 def post_ddnet_register(web, request):
-    """Handle a registration of a DDNet server, and return the response. Raise HttpError or Refused.
-
-    The game server writes the reason of a refusal into its log."""
+    """Handle a registration of a DDNet server, and return the response. Raise HttpError, Malformed
+    or Refused; the game server writes the reason into its log."""
     check_no_web_page(request)
     ddnet = web.core.rooms.get("ddnet")
-    if ddnet is None:
+    if ddnet is None or not ddnet.is_on(web.settings):
         raise HttpError(404, "DDNet servers are not listed here.")
     request.announced = "ddnet", 0
-    protocol, port = read_registered_address(request.header)
-    request.announced = "ddnet", port
-    ddnet_request = read_ddnet_request(request.header, request.address, protocol, port)
-    if ddnet_request.is_delete:
-        ddnet.delete(ddnet_request, request.now)
-        return ddnet_response(DDNET_SUCCESS)
-    state = ddnet.register(ddnet_request, request.body, request.now)
-    may_be_repeated = not request.body and not request.close_connection
-    if state == DDNET_SUCCESS and may_be_repeated:
-        ddnet.remember_repetition(ddnet_request, hash((request.head, request.peer_address)))
-    return ddnet_response(state)
-
-
-def ddnet_response(state):
-    """Return the response to a registration. `state` is a result of Ddnet.register()."""
-    return HttpResponse(to_json({"status": state}), JSON_TYPE)
+    return HttpResponse(ddnet.register(request), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -12479,7 +12272,7 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3, Ddnet)
 
 # All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
