@@ -327,12 +327,15 @@ def command(*words: str) -> Tuple[int, str, str]:
 # --- Settings ---------------------------------------------------------------------------------
 
 class SettingsTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "some.ini")
+
     def load(self, text, *overrides):
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "some.ini")
-            with open(path, "wb") as file:
-                file.write(text.encode("utf-8") if isinstance(text, str) else text)
-            return ms.Settings.load(path, overrides)
+        with open(self.path, "wb") as file:
+            file.write(text.encode("utf-8") if isinstance(text, str) else text)
+        return ms.Settings.load(self.path, overrides)
 
     def refused(self, text, *overrides):
         """What the error of this ini says; "" if it is none."""
@@ -463,7 +466,7 @@ class SettingsTest(unittest.TestCase):
         right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
         right += [("cluster", line) for line in self.SECRET_LINES[4:6]]
         for line in self.SECRET_LINES:
-            self.assertNotIn("TOKEN", self.refused(line), line)
+            self.assertNotIn("TOKEN", self.refused(line) + self.refused("", line), line)
             for section in ms.section_names():
                 error = self.refused("[%s]\n%s\n" % (section, line))
                 self.assertNotIn("TOKEN", error, (section, line))
@@ -473,7 +476,7 @@ class SettingsTest(unittest.TestCase):
                 error = self.refused("[%s]\n%s\n  %s\n" % (row.section, above, line))
                 self.assertNotIn("TOKEN", error, (row.name, line))
             for name in (*ms.SETTINGS, *ms.section_names(), "nothing.here"):
-                for item in ("%s.%s" % (name, line), "%s=%s" % (name, line), line):
+                for item in ("%s.%s" % (name, line), "%s=%s" % (name, line)):
                     self.assertNotIn("TOKEN", self.refused("", item), item)
         for words in (("--set", "cluster.redis", "redis://:SECRET@h/0"),
                       ("--redis=redis://:SECRET@h/0",), ("list", "--game", "x://h/SECRET", "h")):
