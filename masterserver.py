@@ -490,24 +490,12 @@ def read_engine(text):
 
 
 # The default ports of the games' masters
-MASTER_PORTS = {
-    "iceball": 27790,
-    "subspace": 4990,
-    "hyperbol": 20203,
-    "aio": 27011,
-    "quake3": 27950,
-    "luanti": 27790,
-    "ddnet": 27790,
-}
+MASTER_PORTS = {"iceball": 27790, "subspace": 4990, "hyperbol": 20203, "aio": 27011,
+                "quake3": 27950, "luanti": 27790, "ddnet": 27790}
 # The games whose servers this program can query, so that it can list what another master names.
 # Each has the setting that can switch it off
-UPSTREAM_GAMES = {
-    "quake3": "quake3.port",
-    "hyperbol": "hyperbol.port",
-    "subspace": "subspace.port",
-    "aio": "aio.port",
-    "luanti": "luanti.enabled",
-}
+UPSTREAM_GAMES = {"quake3": "quake3.port", "hyperbol": "hyperbol.port", "subspace": "subspace.port",
+                  "aio": "aio.port", "luanti": "luanti.enabled"}
 # HOST[:PORT] or, of the Quake III family, HOST[:PORT] GAMENAME PROTOCOL, as metrics can show it
 UPSTREAM_WORDS = re.compile(r"(\S+)(?: ([!#-\[\]-~]{1,32}) (0|-?[1-9][0-9]{0,8}))?")
 
@@ -891,6 +879,7 @@ SETTINGS: Dict[str, Setting] = {}
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 
+@functools.lru_cache(1)             # it is asked for with each answer of a Quake III server
 def section_names():
     """Return the names of the sections of the ini, which include the ids of most games."""
     return {setting.section for setting in SETTINGS.values()}
