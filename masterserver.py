@@ -3168,12 +3168,12 @@ def restored_server(row, now, wall, readers):
             continue
         if name in readers:
             value = readers[name](value) if value else {}
-        elif expected_type is str:
+        elif isinstance(value, str):
             value = clean(value, TEXT_CHARACTERS)
+        elif isinstance(value, dict):
+            value = {clean(key): clean(str(text)) for key, text in value.items()}
         elif expected_type is int:
             value = clamp(value)
-        elif expected_type is dict:
-            value = {clean(key): clean(str(text)) for key, text in value.items()}
         fields[name] = value
     source = fields.pop("source", row.address)
     pinned = fields.pop("pinned", False)
