@@ -322,8 +322,6 @@ def command(*words: str) -> Tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-
-
 # --- Settings ---------------------------------------------------------------------------------
 
 class SettingsTest(unittest.TestCase):
@@ -4540,7 +4538,6 @@ class AioScenario(unittest.TestCase):
                 eventually(lambda part=part: part not in self.ask(b"12#%\n"))
             self.assertIn(b"#127.0.0.1#27010#", self.ask(b"12#%"))          # the placeholder
         self.assertRegex(self.server.log, "aio malformed: the first byte, 80, is of no dialect")
-
 
 
 # --- Quake III -----------------------------------------------------------------------------------
@@ -14908,9 +14905,9 @@ class HyperbolProgramTest(unittest.TestCase):
             {(int(server.getAttribute("port")), server.getAttribute("responding"),
               server.getAttribute("flavor")) for server in servers},
             {(port, "1", str(number)) for number, port in enumerate(ports)})
+
+
 # --- Embedding -----------------------------------------------------------------------------------
-
-
 
 def handshake_iceball(server: ms.MasterServer, *ports: int) -> None:
     """Announce game servers on these ports of this machine; they will be listed soon."""
