@@ -11318,7 +11318,10 @@ class DiskThread:
             result = job()
         except Exception as error:
             result = error
-        done(result, 0.0)
+        done(result, self.now())
+
+    def now(self) -> float:
+        return 0.0
 
 
 class SavedListTest(unittest.TestCase):
