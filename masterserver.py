@@ -202,10 +202,8 @@ class SettingsError(Exception):
 
 
 def without_secrets(text):
-    """Return a text for a message or the log, with "…" in place of what follows "://".
-
-    The URLs of webhooks and of Redis are secret. Nobody can tell where a password in a URL ends,
-    so all of the text after it is left out, too."""
+    """Return a text for a message or the log, with "…" in place of what follows "://". The URLs of
+    webhooks and of Redis are secret, and nobody can tell where a password in them ends."""
     before_url, separator, _ = text.partition("://")
     return before_url + separator + "…" if separator else text
 
@@ -423,9 +421,8 @@ WEB_PORTS = {"http": 80, "https": 443}
 def read_master_place(text, schemes=("https",)):
     """Return (host, port, whether to speak HTTPS) of a master, as the user of a tool or the ini
     names it: HOST, HOST:PORT, ADDRESS, [ADDRESS], [ADDRESS]:PORT or, with one of these schemes of
-    WEB_PORTS, SCHEME://HOST[:PORT], which may be the URL of its list.
-
-    The port is None if it is left out. Raise ValueError for any other text."""
+    WEB_PORTS, SCHEME://HOST[:PORT], which may be the URL of its list. The port is None if it is
+    left out. Raise ValueError for any other text."""
     scheme, separator, place = text.rpartition("://")
     if separator:
         place = re.sub("(/list)?/*$", "", place)
@@ -846,6 +843,7 @@ SETTINGS: Dict[str, Setting] = {}
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 
+@functools.lru_cache(1)             # it is asked for with each answer of a Quake III server
 def section_names():
     """Return the names of the sections of the ini, which include the ids of most games."""
     return {setting.section for setting in SETTINGS.values()}
@@ -885,11 +883,9 @@ class Settings:
 
     @classmethod
     def load(cls, path, overrides=(), missing_ok=False):
-        """Return the Settings of the ini at `path`, changed by `overrides`.
-
-        `overrides`: texts such as `http.title=My servers`; `missing_ok`: whether a missing file
-        counts as an empty one. Raise SettingsError if the file cannot be read, or if a name or a
-        value is wrong."""
+        """Return the Settings of the ini at `path`, changed by `overrides`, which are texts such as
+        `http.title=My servers`. If `missing_ok` is true, a missing file counts as an empty one.
+        Raise SettingsError if the file cannot be read, or if a name or a value is wrong."""
         settings = cls()
         settings.path = path
         settings.folder = os.path.dirname(os.path.abspath(path))
@@ -910,11 +906,8 @@ class Settings:
         return settings
 
     def set_text(self, name, text, origin):
-        """Set the setting `name`, which is section.key, to the value of `text`.
-
-        `origin` says in messages where the text comes from: the path of the ini, or --set. Raise
-        SettingsError if the name or the text is wrong. For a setting of an earlier version, only
-        add a warning to `warnings`."""
+        """Set the setting `name`, which is section.key, to the value of `text`. Raise SettingsError
+        if one of them is wrong. `origin` says in its message where the text comes from."""
         section, _, key = without_secrets(name).partition(".")
         label = "%s: [%s] %s" % (origin, section, key)
         if name in REMOVED_SETTINGS:
@@ -975,10 +968,8 @@ def name_hint(name, right_names):
 
 
 def read_ini(path, missing_ok):
-    """Return a ConfigParser with the contents of the ini at `path`.
-
-    Raise SettingsError if the file cannot be read or is not an ini. If `missing_ok` is true, a
-    missing file counts as an empty one."""
+    """Return a ConfigParser with the contents of the ini at `path`. Raise SettingsError if the file
+    cannot be read or is not an ini."""
     # People append lines to the file. strict=False allows a section or a key to come twice; the
     # last value of a key counts
     parser = configparser.ConfigParser(
@@ -1008,8 +999,7 @@ def read_ini(path, missing_ok):
 
 
 def config_text():
-    """Return the text of masterserver.ini: every setting with its help above it. All settings are
-    commented out, and have their default or an example as their value."""
+    """Return the text of masterserver.ini, in which every setting is commented out."""
     lines = [
         "# masterserver.ini: settings of masterserver.py, each at its default or as an example;",
         "# remove the # to change one. A wrong name or value is an error at start that says where.",
@@ -3060,12 +3050,12 @@ def restored_server(row, now, wall, rooms):
         value = row.fields.get(name)
         if type(value) is not expected_type:
             continue
-        if expected_type is str:
+        if isinstance(value, str):
             value = clean(value, TEXT_CHARACTERS)
+        elif isinstance(value, dict):
+            value = {clean(key): clean(str(text)) for key, text in value.items()}
         elif expected_type is int:
             value = clamp(value)
-        elif expected_type is dict:
-            value = {clean(key): clean(str(text)) for key, text in value.items()}
         fields[name] = value
     for room in rooms.values():
         if room.owns(row.game, fields.get("details", NO_DETAILS)):
@@ -15788,9 +15778,7 @@ def fetch_any_dialect(room, host, port, tls=False, **choice):
 # --- What all commands use -----------------------------------------------------------------------
 
 def argument(read):
-    """Return a type for argparse that parses an argument by `read(text)`.
-
-    argparse itself does not show the message of a ValueError; this type does."""
+    """Return a type for argparse. argparse itself does not show the message of a ValueError."""
     def read_argument(text):
         try:
             return read(text)
@@ -15800,7 +15788,7 @@ def argument(read):
 
 
 class ToolError(Exception):
-    """Raised to end a command with one of the EXIT_ statuses and a message for the user."""
+    """Ends a command with one of the EXIT_ statuses and a message for the user."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -15809,9 +15797,8 @@ class ToolError(Exception):
 
 @contextlib.contextmanager
 def failing_with(status, subject, *errors):
-    """Turn these errors, raised in the `with` block, into a ToolError with this exit status.
-
-    Its message is `subject`, a colon, and the text of the error."""
+    """Turn these errors into a ToolError with this exit status. Its message is `subject`, a colon,
+    and the text of the error."""
     try:
         yield
     except errors as error:
@@ -15845,9 +15832,8 @@ def write_file(path, data):
 
 
 def read_stdin(on_line, on_end):
-    """Start a thread that reads standard input.
-
-    It calls on_line(text) for each line, and on_end() when standard input ends."""
+    """Start a thread that calls on_line(text) for each line of standard input, and on_end() when it
+    ends."""
     def read():
         # An OSError means that there is no standard input, or no longer: it counts as ended
         with contextlib.suppress(OSError), open(0, "rb", closefd=False) as file:
@@ -15860,9 +15846,8 @@ def read_stdin(on_line, on_end):
 
 
 def on_signals(call, *names):
-    """Call `call()` whenever one of the signals with these names comes.
-
-    Names that this system lacks are skipped: Windows has no SIGHUP, other systems no SIGBREAK."""
+    """Call `call()` whenever one of the signals with these names comes. Windows has no SIGHUP,
+    other systems have no SIGBREAK."""
     for name in names:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, frame: call())
@@ -15876,10 +15861,7 @@ def stop_on_signals(stop):
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Run the program without a command: serve until a signal comes.
-
-    With --print-config or --check only print, and return. Raise SettingsError if the settings are
-    wrong, and StartError if the master cannot start."""
+    """Serve until a signal comes. With --print-config or --check only print, and return."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -15911,10 +15893,8 @@ def command_serve(arguments):
 
 
 def load_settings(arguments):
-    """Return the Settings from the ini and the command line.
-
-    The ini is the one that --config names, or else masterserver.ini beside the program, if it
-    exists. Raise SettingsError if it cannot be read, or if a setting is wrong."""
+    """Return the Settings of the command line and of the ini that --config names, or else of
+    masterserver.ini beside the program, if it exists."""
     # PyInstaller and similar programs unpack this file into a temporary folder
     program = sys.executable if getattr(sys, "frozen", False) else __file__
     default_path = os.path.join(os.path.dirname(os.path.abspath(program)), "masterserver.ini")
@@ -15949,9 +15929,8 @@ def serve(master_server, arguments):
 
 
 def first_contact(master_server):
-    """Return the lines that the log begins with, to help the operator with the first steps.
-
-    They name the open ports, the lines for game servers' settings, and the address of the page."""
+    """Return the lines that the log begins with: the open ports, the lines for game servers'
+    settings, and the address of the page."""
     settings = master_server.settings
     host = settings["server.public_address"] or own_address() or "localhost"
     listeners = {}                              # a port may be open at several addresses
@@ -15969,9 +15948,8 @@ def first_contact(master_server):
 # --- Checking the settings ----------------------------------------------------------------------
 
 def check_settings(settings):
-    """Run --check: print warnings about the settings, and try to open all ports.
-
-    Raise StartError or ToolError if the master cannot start with these settings."""
+    """Run --check: print warnings about the settings, and try to open all ports. Raise StartError
+    or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
     if settings["cluster.redis"]:
@@ -16014,9 +15992,7 @@ def reach_warnings(settings):
 
 
 def check_engine(engine):
-    """Try the connection to Redis or Valkey, and print a warning if its settings are unsuitable.
-
-    Raise ToolError if the connection does not work."""
+    """Try the connection to Redis or Valkey. Raise ToolError if it does not work."""
     # An AttributeError is raised under Windows, where Python has no Unix sockets
     with failing_with(EXIT_FAILED, "[cluster] redis", Malformed, OSError, ValueError,
                       AttributeError):
@@ -16030,8 +16006,7 @@ def check_engine(engine):
 
 
 def check_upstreams(settings):
-    """Fetch each list that [upstream] names once, and print how many addresses it has, or a warning
-    that says why it cannot be fetched."""
+    """Fetch each list that [upstream] names once. One that cannot be fetched is a warning."""
     own_addresses = find_own_addresses(settings)
     for upstream in settings["upstream.masters"]:
         room = ROOMS[upstream.game]()
@@ -16055,10 +16030,8 @@ def check_upstreams(settings):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Run the command `notify`: post a message about an invented server to the named webhooks.
-
-    Without names, post it to all of them. Print the status of each, and return EXIT_OK if all have
-    accepted the message."""
+    """Run the command `notify`: post a message about an invented server to the named webhooks or,
+    without names, to all of them. Print the status of each."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -16166,9 +16139,8 @@ def command_export(arguments):
 
 
 def export_once(arguments):
-    """Fetch the list of a master, query its servers, write the file, and upload it if asked to.
-
-    Return a sentence for the user that sums it up. Raise ToolError if a step fails."""
+    """Fetch a list, query its servers, write the file, and upload it if asked to. Return a sentence
+    for the user that sums it up. Raise ToolError if a step fails."""
     room = ROOMS[arguments.game]()
     host, port, _ = arguments.master
     port = port or room.master_port
@@ -16200,10 +16172,8 @@ def export_once(arguments):
 
 
 def queried_server(room_class, entry, deadline):
-    """Query the server of an entry in a list, and return a Server with the values of its answer.
-
-    If the server does not answer, or the deadline has passed already, the Server is marked as not
-    responding."""
+    """Return a Server with the values of its answer. If it does not answer, or if the deadline has
+    passed already, it is marked as not responding."""
     address = entry["address"]
     port = entry["port"]
     fields: Dict[str, Any] = {"responding": False}
@@ -16241,9 +16211,7 @@ def ftp_login(url):
 
 
 def upload(url, file_name, data):
-    """Store data at an FTP URL, under `file_name` if the URL ends in a folder.
-
-    Raise ToolError if that fails."""
+    """Store data at an FTP URL, under `file_name` if the URL ends in a folder. Raise ToolError."""
     # Latin-1 has a character for each byte. So every answer of the FTP server can be decoded, and
     # the bytes of the URL's path are sent unchanged
     encoding = "latin-1"
@@ -16400,9 +16368,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def main(argv=None):
-    """Run the command that the command line names, and return the exit status.
-
-    `argv` has the arguments after the program's name; None means those of the process."""
+    """Run the command that the command line names, and return the exit status. `argv` has the
+    arguments after the program's name; None means those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = ""
     if COMMANDS.keys() & set(arguments[:1]):
