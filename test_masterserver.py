@@ -9956,7 +9956,7 @@ class NewsTest(unittest.TestCase):
             self.hear(5)
             self.assertEqual(self.messages(news), 0)
         answers = self.hear(0, port=2, responding=False)
-        framed = self.hear(0, port=3, game="aio")
+        framed = self.hear(0, port=3, game="aio", room="aio")
         for server, told, fields in (
                 (answers, 0, {"responding": True, "players": 5}), (answers, 0, {"players": 1}),
                 (answers, 1, {"players": 2}), (framed, 0, {"players": 5, "version": "134"}),
@@ -9979,7 +9979,7 @@ class NewsTest(unittest.TestCase):
             news = self.news(**settings)
             for port, game in (1, "iceball"), (2, "aio"), (3, "b"):
                 self.hear(0, 3, port=port, game=game, address="198.18.0.%d" % port,
-                          aio_published_name="S")
+                          room=game, private={"aio_published_name": "S"})
             found = "".join(sorted(str(port) for _, _, port in news.sent_at))
             self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
@@ -12484,7 +12484,7 @@ class ClusterNewsTest(ClusterCase):
         self.start_with_hooks("ab", "a")
         for players in 0, 2:
             self.hear(self.masters["b"], game="aio", lifetime=math.inf,
-                      aio_published_name="S [n/8]",
+                      room="aio", private={"aio_published_name": "S [n/8]"},
                       players=players, max_players=8)
             self.run_for(2)
         self.assertEqual(self.sent(), {"a": 1})
