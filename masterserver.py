@@ -8275,19 +8275,24 @@ class DdnetRequest(NamedTuple):
     """The header fields of a registration, and the address that it comes from."""
 
     source: str
-    protocol: str                       # DDNET_06 or DDNET_07
+    address: str                        # the one for players
     port: int                           # the UDP port of the game server
+    text: str                           # both as in the list, such as tw-0.6+udp://203.0.113.7:8399
     secret: str                         # the hash of Secret, in hexadecimal digits
     is_delete: bool = False             # true: the other fields are empty
     challenge: bytes = b""              # the challenge up to its token
     token: bytes = b""                  # the token of an earlier challenge, or b""
     serial: int = 0                     # grows with each change of the info
 
+    @property
+    def endpoint(self):
+        return self.address, self.port
 
-def read_ddnet_request(request):
+
+def read_ddnet_request(request, address):
     """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
 
-    Raise Malformed if a header field is missing or malformed."""
+    `address` is the one for players. Raise Malformed if a header field is missing or malformed."""
     text = ddnet_header(
         request, "Address", r"tw-0\.[67]\+udp://connecting-address\.invalid:[0-9]{1,5}",
         "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
@@ -8299,7 +8304,8 @@ def read_ddnet_request(request):
     request.announced = "ddnet", port
     secret = ddnet_header(request, "Secret", *DDNET_SECRET)
     digest = hashlib.blake2b(secret.encode(), digest_size=16)
-    fields = DdnetRequest(request.address, protocol, port, digest.hexdigest())
+    listed_text = "%s://%s" % (protocol, endpoint_text(address, port))
+    fields = DdnetRequest(request.address, address, port, listed_text, digest.hexdigest())
     if ddnet_header(request, "Action", "(delete)?", "delete, or no such field"):
         return fields._replace(is_delete=True)
     head = b"\xff" * 10                 # begins a packet without a connection
@@ -8326,27 +8332,18 @@ def ddnet_header(request, name, pattern, expected):
     return value
 
 
-def ddnet_address(protocol, address, port):
-    """Return an address as the list has it, such as tw-0.6+udp://203.0.113.7:8399."""
-    return "%s://%s" % (protocol, endpoint_text(address, port))
-
-
 def ddnet_endpoint(text):
-    """Return the IP address and the port of such an address. Raise ValueError if it is none."""
+    """Return the IP address and the port of an address in the list. Raise ValueError."""
     protocol, _, endpoint = text.partition("://")
     if protocol not in (DDNET_06, DDNET_07):
         raise ValueError("not an address of a DDNet server")
     return read_numeric_endpoint(endpoint)
 
 
-def is_plain_text(value):
-    """Is this value of JSON a text without the control characters below U+0020?"""
-    return isinstance(value, str) and not any(character < " " for character in value)
-
-
 # Which values of JSON a member may have, as a function and in words
 DDNET_TEXT = (lambda value: isinstance(value, str), "a text")
-DDNET_PLAIN_TEXT = (is_plain_text, "a text without control characters")
+DDNET_PLAIN_TEXT = (lambda value: isinstance(value, str) and not re.search("[\0-\x1f]", value),
+                    "a text without control characters")
 DDNET_FLAG = (lambda value: isinstance(value, bool), "true or false")
 DDNET_NUMBER = (lambda value: type(value) is int and -1 << 31 <= value < 1 << 31,
                 "a whole number of 32 bits")
@@ -8438,19 +8435,16 @@ def read_ddnet_registration(values):
 
     Raise Malformed if a value is wrong."""
     try:
-        raw_info = values["info"].encode()
+        info = read_ddnet_info(values["info"].encode())
         addresses = list(values["addresses"])
         endpoints = [ddnet_endpoint(text) for text in addresses]
-        is_right = (
-            0 < len(endpoints) <= DDNET_ADDRESSES
-            and type(values["serial"]) is int
-            and re.fullmatch("[0-9a-f]{32}", values["secret"]))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise Malformed("a malformed registration")
-    return {"info": read_ddnet_info(raw_info), "serial": values["serial"],
-            "secret": values["secret"], "addresses": addresses}
+        has_hash = re.fullmatch("[0-9a-f]{32}", values["secret"])
+        serial = values["serial"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Malformed("ddnet_registration: %r" % error) from None
+    if not (0 < len(endpoints) <= DDNET_ADDRESSES and has_hash and type(serial) is int):
+        raise Malformed("ddnet_registration: a wrong value")
+    return {"info": info, "serial": serial, "secret": values["secret"], "addresses": addresses}
 
 
 def ddnet_large_bytes(info):
@@ -8517,9 +8511,10 @@ class Ddnet(Game):
         # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
         # good for two minutes at least, and for four at most
         self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
-        # This master's servers by the hash of Secret and by address, also some that have left
+        # This master's servers by the hash of Secret, and by the address and port of each of their
+        # addresses. Some of them have left within the last second
         self.by_secret = {}
-        self.by_address = {}
+        self.by_endpoint = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
         self.prove_at = -math.inf       # when all tokens have to be verified again
 
@@ -8528,7 +8523,7 @@ class Ddnet(Game):
         return server.private["ddnet_registration"]
 
     def listed(self, servers, key):
-        """Return the server that by_secret or by_address has by this key, if it is still listed."""
+        """Return the server that by_secret or by_endpoint has by this key, if it is still listed."""
         server = servers.get(key)
         return server if server is not None and self.registry.has(server) else None
 
@@ -8538,14 +8533,19 @@ class Ddnet(Game):
         """Take a game server's request by HTTP, and return the answer in JSON.
 
         Raise Malformed or Refused, with words that the game server logs."""
-        asked, now = read_ddnet_request(request), request.now
+        asked = read_ddnet_request(request, self.rules.listed_address(request.address))
+        now = request.now
         if asked.is_delete:
             self.delete(asked, now)
             return to_json({"status": "success"})
         server = self.listed(self.by_secret, asked.secret)
         self.check_request(asked, server)
         former_secrets = self.former_secrets(asked)
-        messages = [self.token_message(asked, secret) for secret in former_secrets]
+        # A token proves that whoever has this Secret receives what is sent to this address, although
+        # a server with the former Secret was listed there. So a game server that is started again
+        # can take the place of its former life, and nobody can take it back with an older token
+        messages = [" ".join((asked.source, asked.text, asked.secret, former)).encode()
+                    for former in former_secrets]
         if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
             token = self.cookie.make(messages[0], now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
@@ -8566,8 +8566,14 @@ class Ddnet(Game):
             self.list_address(asked, server, registration, former_secrets[0], now)
         if too_large:
             raise Refused("limit", too_large)
-        if not request.body and not request.close_connection:
-            self.add_fingerprint(asked, hash((request.head, request.peer_address)))
+        if not request.body and not request.close_connection:       # else nothing is repeated
+            server = self.by_endpoint[asked.endpoint]
+            fingerprint = hash((request.head, request.peer_address))
+            server.private["ddnet_addresses"][asked.text].fingerprint = fingerprint
+            if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
+                self.registry.forget_fingerprints_of(server)
+            if fingerprint not in server.fingerprints:
+                self.registry.add_fingerprint(server, fingerprint)
         return to_json({"status": "success"})
 
     def check_request(self, asked, server):
@@ -8576,8 +8582,7 @@ class Ddnet(Game):
         `server` is the listed server with the same Secret, or None. A server has one port, and one
         address of each family. So somebody who has learned the Secret cannot add another port, or a
         second IPv4 address, to the server."""
-        source, port = asked.source, asked.port
-        address = self.rules.listed_address(source)
+        source, address, port = asked.source, asked.address, asked.port
         if not self.registry.can_be_listed(source, address):
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
         for text in self.registration(server)["addresses"] if server else ():
@@ -8586,45 +8591,23 @@ class Ddnet(Game):
             if listed_port != port or (is_same_family and listed_address != address):
                 raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
                               "moved waits %d s" % (text, DDNET_LIFETIME_S))
-        key = self.game, address, port
-        listed_here = self.registry.get(*key)
-        if server is not None or (listed_here is not None and not listed_here.master):
+        if server is not None or self.listed(self.by_endpoint, asked.endpoint) is not None:
             self.registry.check_rules(source, address, port, None)
         else:
-            self.registry.check_admission(key, source)
-
-    def addresses_at_port(self, asked):
-        """Return the address that a request registers, and that of the other protocol. One game
-        server uses a port by both."""
-        address = self.rules.listed_address(asked.source)
-        other_protocol = DDNET_06 if asked.protocol == DDNET_07 else DDNET_07
-        return (ddnet_address(asked.protocol, address, asked.port),
-                ddnet_address(other_protocol, address, asked.port))
+            self.registry.check_admission((self.game, address, port), source)
 
     def former_secrets(self, asked):
         """Return the Secrets, hashed, of other servers with which a token for this request may be
         made. The first one is for new tokens; it is "" if no other server is listed at the port."""
-        secrets = [""]
-        for text in self.addresses_at_port(asked):
-            server = self.listed(self.by_address, text)
-            if server is None:
-                continue
-            listed_secret = self.registration(server)["secret"]
-            if listed_secret != asked.secret:       # probably the same game server before a restart
-                return [listed_secret]
-            # 0.6 may have taken the place already, and the token of 0.7 is from before
-            secrets.append(server.private["ddnet_addresses"][text].replaced_secret)
-        return secrets
-
-    @staticmethod
-    def token_message(asked, former_secret):
-        """Return what a token proves, as bytes: that whoever has this Secret receives what is sent
-        to this address, although a server with the former Secret was listed there.
-
-        So a game server that is started again can take the place of its former life, and nobody can
-        take it back with a token from before."""
-        address = ddnet_address(asked.protocol, asked.source, asked.port)
-        return " ".join((address, asked.secret, former_secret)).encode()
+        server = self.listed(self.by_endpoint, asked.endpoint)
+        if server is None:
+            return [""]
+        secret = self.registration(server)["secret"]
+        if secret != asked.secret:      # it is probably the same game server before a restart
+            return [secret]
+        # 0.6 may have taken the place already, and the token of 0.7 is from before
+        addresses = server.private["ddnet_addresses"].values()
+        return ["", *(address.replaced_secret for address in addresses)]
 
     def too_large(self, source, server, info):
         """Return why an info is too large together with those of other servers, or "".
@@ -8648,15 +8631,15 @@ class Ddnet(Game):
     def list_address(self, asked, server, registration, former_secret, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
         of a new one. Raise Refused if the rules or a limit forbid it."""
-        texts = self.addresses_at_port(asked)
         former = self.listed(self.by_secret, former_secret)
         if former is not None:
             # The game server was started again: its former life has no port any more, even if the
             # new one is refused
-            self.drop_addresses(former, texts)
-        text, _ = texts
+            texts = self.registration(former)["addresses"]
+            self.drop_addresses(
+                former, [text for text in texts if ddnet_endpoint(text) == asked.endpoint])
         addresses = dict(server.private["ddnet_addresses"]) if server else {}
-        address = addresses.setdefault(text, DdnetAddress(asked.source, now))
+        address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
         # IPv4 comes first, as most players have it, then 0.6
         ordered = sorted(addresses, key=lambda text: ("[" in text, text))
         self.list_server(server, {**registration, "addresses": ordered}, addresses, now)
@@ -8699,7 +8682,7 @@ class Ddnet(Game):
         registration = self.registration(server)
         self.by_secret[registration["secret"]] = server
         for text in registration["addresses"]:
-            self.by_address[text] = server
+            self.by_endpoint[ddnet_endpoint(text)] = server
 
     def resume(self, server):
         registration = self.registration(server)
@@ -8714,21 +8697,20 @@ class Ddnet(Game):
         """Remove the address that a request deletes, if it is listed.
 
         Raise Refused if it is listed with another Secret."""
-        text, _ = self.addresses_at_port(asked)
-        server = self.listed(self.by_address, text)
-        if server is None:
+        server = self.listed(self.by_endpoint, asked.endpoint)
+        if server is None or asked.text not in server.private["ddnet_addresses"]:
             return
         if self.registration(server)["secret"] != asked.secret:
-            raise Refused("owner", "Secret: %s is listed with another one" % text)
-        self.drop_addresses(server, [text])
+            raise Refused("owner", "Secret: %s is listed with another one" % asked.text)
+        self.drop_addresses(server, [asked.text])
         self.record(asked.source, asked.port, "stopped", now)
 
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
         addresses = dict(server.private["ddnet_addresses"])
         for text in texts:
-            if addresses.pop(text, None):
-                del self.by_address[text]
+            del addresses[text]
+            self.by_endpoint.pop(ddnet_endpoint(text), None)    # list_server() enters the others
         if not addresses:
             self.registry.remove_own(server)
             return
@@ -8743,11 +8725,12 @@ class Ddnet(Game):
 
     def gone(self, server):
         registration = self.registration(server)
-        if self.by_secret.get(registration.get("secret")) is server:
-            del self.by_secret[registration["secret"]]
-        for text in registration.get("addresses", ()):
-            if self.by_address.get(text) is server:
-                del self.by_address[text]
+        endpoints = map(ddnet_endpoint, registration["addresses"])
+        for servers, keys in (
+                (self.by_secret, [registration["secret"]]), (self.by_endpoint, endpoints)):
+            for key in keys:
+                if servers.get(key) is server:
+                    del servers[key]
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
@@ -8770,18 +8753,6 @@ class Ddnet(Game):
             if silent:
                 self.drop_addresses(server, silent)
         return []
-
-    # Repetitions
-
-    def add_fingerprint(self, asked, fingerprint):
-        """Let repeated() recognize the registration that has just been successful."""
-        text, _ = self.addresses_at_port(asked)
-        server = self.by_address[text]
-        server.private["ddnet_addresses"][text].fingerprint = fingerprint
-        if len(server.fingerprints) >= DDNET_ADDRESSES:     # some are those of former tokens
-            self.registry.forget_fingerprints_of(server)
-        if fingerprint not in server.fingerprints:
-            self.registry.add_fingerprint(server, fingerprint)
 
     def repeated(self, server, fingerprint, now):
         """Refresh a server that repeats a registration byte by byte, and return the answer.
