@@ -8524,11 +8524,16 @@ class DdnetTest(WebCase):
     settings = {"limits__requests": "1000000", "limits__exempt": ""}
     HERE = "203.0.113.9"
     HERE_6 = "2001:db8::9"
-    URL_0_6 = "tw-0.6+udp://203.0.113.9:8399"
-    URL_0_7 = "tw-0.7+udp://203.0.113.9:8399"
+    URLS = ["tw-0.6+udp://203.0.113.9:8399", "tw-0.7+udp://203.0.113.9:8399",
+            "tw-0.6+udp://[2001:db8::9]:8399", "tw-0.7+udp://[2001:db8::9]:8399"]
 
     def setUp(self):
         super().setUp()
+        self.start()
+
+    def start(self, **settings):
+        self.core = make_core(**self.settings, **settings)
+        self.registry = self.core.registry
         self.sent = []
         self.core.send = lambda data, peer: self.sent.append((data, peer))
         self.web = ms.Web(self.core)
@@ -8546,12 +8551,12 @@ class DdnetTest(WebCase):
         """The token of the last challenge."""
         return self.sent[-1][0].split(b"\0")[-2].decode()
 
-    def register(self, fields=DDNET_0_6, body=DDNET_INFO, source=HERE, now=0.0, size=1 << 30):
+    def register(self, fields=DDNET_0_6, body=DDNET_INFO, source=HERE, now=0.0):
         """Register with a token that is asked for first; the answer, and the header fields."""
-        self.assertEqual(self.send(ddnet_request(fields, body), source, now, size),
+        self.assertEqual(self.send(ddnet_request(fields, body), source, now),
                          (200, "need_challenge"))
         fields += "Challenge-Token: %s\r\n" % self.token()
-        return self.send(ddnet_request(fields, body), source, now, size), fields
+        return self.send(ddnet_request(fields, body), source, now), fields
 
     def all_four(self, now=0.0):
         """Register by 0.6 and 0.7, IPv4 and IPv6; the header fields and source of each."""
@@ -8562,24 +8567,33 @@ class DdnetTest(WebCase):
             places.append((with_token, source))
         return places
 
+    @staticmethod
+    def other(port, fields=DDNET_0_6):
+        """The header fields of another server, on this port."""
+        return fields.replace("8399", str(port)).replace("2ffa", str(port))
+
     def entries(self, now=0.0):
         self.web.forget_responses()
+        self.ddnet.rendered_lists["servers.json"].due = 0.0
         return json.loads(self.get(ms.DDNET_SERVERS, now=now)[2].decode())["servers"]
 
     def addresses(self, now=0.0):
         return [entry["addresses"] for entry in self.entries(now)]
 
-    def outcome(self, source=HERE, port=8399):
-        return self.registry.outcome(source, "ddnet", port)[1:]
+    def outcome(self):
+        return self.registry.outcome(self.HERE, "ddnet", 8399)[1:]
 
     def tick(self, now):
         self.registry.expire(now)
         self.ddnet.tick(now)
+        for event, server in changes_of(self.registry):
+            if event == "gone":
+                self.ddnet.gone(server)
 
     def test_the_captured_exchange(self):
         """Whole and in pieces, by 0.6 and 0.7: one server with two addresses."""
-        for size in (1, 2, 7, 100, 1 << 30):
-            self.setUp()
+        for size in (1, 7, 1 << 30):
+            self.start()
             tokens = []
             for fields, challenge in ((DDNET_0_6, DDNET_CHALLENGE_0_6),
                                       (DDNET_0_7, DDNET_CHALLENGE_0_7)):
@@ -8596,24 +8610,23 @@ class DdnetTest(WebCase):
                     self.assertEqual(self.send(ddnet_request(fields + token, body), now=now,
                                                size=size), (200, "success"))
             self.assertEqual(self.entries(), [
-                {"addresses": [self.URL_0_6, self.URL_0_7], "info": json.loads(DDNET_INFO)}])
+                {"addresses": self.URLS[:2], "info": json.loads(DDNET_INFO)}])
             self.assertEqual(self.outcome(), ("listed", ""))
-            entry, = self.servers()
-            self.assertEqual([entry[name] for name in (
-                "game", "address", "port", "name", "mode", "map", "version", "players",
-                "max_players", "verified")], [
-                "ddnet", self.HERE, 8399, 'Te st "ü" <b>', "TestDDraceNetwork", "Tutorial",
-                "0.6.4, 16.4", 0, 64, "handshake"])
-            for fields, left in ((DDNET_DELETE_0_6, [[self.URL_0_7]]), (DDNET_DELETE_0_7, []),
+            server, = self.registry.servers()
+            for name, value in {
+                    "game": "ddnet", "room": "ddnet", "address": self.HERE, "port": 8399,
+                    "name": 'Te st "ü" <b>', "mode": "TestDDraceNetwork", "map": "Tutorial",
+                    "version": "0.6.4, 16.4", "players": 0, "max_players": 64,
+                    "verified": "handshake", "last_seen": 30.0}.items():
+                self.assertEqual(getattr(server, name), value, name)
+            for fields, left in ((DDNET_DELETE_0_6, [[self.URLS[1]]]), (DDNET_DELETE_0_7, []),
                                  (DDNET_DELETE_0_7, [])):
                 self.assertEqual(self.send(ddnet_request(fields), now=31.0, size=size),
                                  (200, "success"))
                 self.assertEqual(self.addresses(), left)
             self.assertEqual(self.outcome()[0], "stopped")
-            for event, server in changes_of(self.registry):
-                if event == "gone":
-                    self.ddnet.gone(server)
-            self.assertEqual([self.ddnet.by_secret, self.ddnet.by_address], [{}, {}])
+            self.tick(31.0)
+            self.assertEqual((self.ddnet.by_secret, self.ddnet.by_endpoint), ({}, {}))
 
     def test_the_list_by_head_and_how_old_it_is(self):
         self.register()
@@ -8636,56 +8649,41 @@ class DdnetTest(WebCase):
                 self.assertNotIn(b"Age:", head)
                 self.assertEqual(not body, is_empty)
         # The list is as of 86400 by the wall clock; the header Date is the present time
-        self.assertEqual(times, [86400.0, None] * 2)
-
-    def test_a_master_that_allows_one_datagram_at_once(self):
-        self.settings = {**self.settings, "limits__datagrams": "100/1"}
-        self.setUp()
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO), self.HERE, 0.0),
-                         (200, "need_challenge"))
+        self.assertEqual(times[:2], [86400.0, None])
 
     def test_four_addresses_are_one_server(self):
-        """Its players are counted once. It stands where IPv4 leads, whichever comes first."""
+        """Its players are counted once. It stands where IPv4 leads, whichever comes first, and
+        takes the room of one."""
         body = ddnet_info(clients=[ddnet_client(), ddnet_client(is_player=False)])
-        addresses = [self.URL_0_6, self.URL_0_7, "tw-0.6+udp://[2001:db8::9]:8399",
-                     "tw-0.7+udp://[2001:db8::9]:8399"]
         for order in itertools.permutations(itertools.product(
                 (DDNET_0_6, DDNET_0_7), (self.HERE, self.HERE_6))):
-            self.setUp()
+            self.start(limits__servers="1")
             for fields, source in order:
                 self.assertEqual(self.register(fields, body, source)[0], (200, "success"))
-            self.assertEqual(self.addresses(), [addresses])
-            entry, = self.servers()
-            self.assertEqual([entry["address"], entry["port"], entry["players"]],
-                             [self.HERE, 8399, 1])
+            self.assertEqual(self.addresses(), [self.URLS])
+            server, = self.registry.servers()
+            self.assertEqual((server.address, server.port, server.players), (self.HERE, 8399, 1))
             self.assertEqual(self.registry.census(1.0)["ddnet"].players, 1)
             self.assertEqual(dict(self.registry.own.counts), {self.HERE: 1})
-        page = self.get("/server?game=ddnet&address=%s&port=8399" % self.HERE)[2].decode()
-        self.assertIn(", ".join(addresses), page)
+        self.assertEqual(self.ddnet.facts(server), [("Addresses", ", ".join(self.URLS))])
 
     def test_who_is_silent(self):
         """Each address leaves by itself after 30 s, and the server with its last one."""
-        v4 = [self.URL_0_6, self.URL_0_7]
-        v6 = ["tw-0.6+udp://[2001:db8::9]:8399", "tw-0.7+udp://[2001:db8::9]:8399"]
-        for silent, stay in ((0, v4 + v6[1:]), (1, v4[1:] + v6), (2, v4 + v6[:1]),
-                             (3, v4[:1] + v6)):
-            self.setUp()
+        six_4, seven_4, six_6, seven_6 = self.URLS
+        for silent, stay in ((0, [six_4, seven_4, seven_6]), (1, [seven_4, six_6, seven_6]),
+                             (2, [six_4, seven_4, six_6]), (3, [six_4, six_6, seven_6])):
+            self.start()
             for number, (fields, source) in enumerate(self.all_four()):
                 if number != silent:
                     self.send(ddnet_request(fields), source, 20.0)
-            self.tick(29.9)
-            self.assertEqual(len(self.addresses(29.9)[0]), 4)
-            self.tick(30.0)
-            self.assertEqual(self.addresses(30.0), [stay])
-            self.tick(49.9)
-            self.assertEqual(len(self.addresses(49.9)), 1)
-            self.tick(50.0)
-            self.assertEqual(self.addresses(50.0), [])
+            for now, addresses in (29.9, [self.URLS]), (30.0, [stay]), (49.9, [stay]), (50.0, []):
+                self.tick(now)
+                self.assertEqual(self.addresses(now), addresses)
 
     def test_a_server_moves_to_what_it_has_left(self):
         """Its IPv4 addresses fall silent or are deleted."""
         for is_deleted in (False, True):
-            self.setUp()
+            self.start()
             now = 20.0
             for fields, source in self.all_four():
                 if source == self.HERE_6:
@@ -8699,11 +8697,12 @@ class DdnetTest(WebCase):
             self.assertEqual((server.address, server.last_seen, server.name),
                              (self.HERE_6, 20.0, 'Te st "ü" <b>'))
             self.tick(40.0)
-            self.assertEqual(self.addresses(40.0), [["tw-0.6+udp://[2001:db8::9]:8399"]])
+            self.assertEqual(self.addresses(40.0), [self.URLS[2:3]])
             self.tick(50.0)
             self.assertEqual(self.registry.total, 0)
 
     def test_when_the_info_is_needed(self):
+        self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
         answer, fields = self.register()
         for serial, body, expected in (
                 (0, b"", "success"), (1, b"", "need_info"), (1, ddnet_info(name="B"), "success"),
@@ -8711,10 +8710,7 @@ class DdnetTest(WebCase):
                 (3, ddnet_info(name="C"), "success"), (3, b"", "success")):
             request = ddnet_request(fields.replace("Serial: 0", "Serial: %d" % serial), body)
             self.assertEqual(self.send(request), (200, expected))
-        self.assertEqual(self.servers()[0]["name"], "C")
-        self.setUp()
-        self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
-        self.assertEqual(self.registry.total, 0)
+        self.assertEqual([server.name for server in self.registry.servers()], ["C"])
 
     def test_header_fields_in_words(self):
         for name, values, words in (
@@ -8734,12 +8730,10 @@ class DdnetTest(WebCase):
             for value in values:
                 lines = [line for line in DDNET_0_7.split("\r\n") if not line.startswith(name)]
                 fields = "\r\n".join([*lines[:-1], *["%s: %s" % (name, value)] * bool(value), ""])
-                request = ddnet_request(fields, DDNET_INFO)
-                status, message = self.send(request)
+                status, message = self.send(ddnet_request(fields, DDNET_INFO))
                 self.assertEqual((status, message[:len(name) + 2]), (400, name + ": "), message)
                 self.assertIn(words, message)
-        twice = ddnet_request(DDNET_0_6 + DDNET_0_6, DDNET_INFO)
-        self.assertEqual(self.send(twice)[0], 400)
+        self.assertEqual(self.send(ddnet_request(DDNET_0_6 + DDNET_0_6, DDNET_INFO))[0], 400)
         self.assertEqual((self.sent, self.registry.total), ([], 0))
         self.assertEqual(self.outcome()[0], "bad packet")
 
@@ -8751,56 +8745,55 @@ class DdnetTest(WebCase):
                 value = [value] if level % 2 else {"x": value}
             return value
 
-        self.assertEqual([ms.is_deeper(nested(levels), 16) for levels in (0, 1, 16, 17, 900)],
-                         [False, False, False, True, True])
         client = ddnet_client()
-        for words, changed in (
-                ("max_clients: expected a whole number", {"max_clients": 64.0}),
-                ("max_clients: expected", {"max_clients": True}),
-                ("max_clients: expected", {"max_clients": -1}),
-                ("max_clients: expected", {"max_clients": 1 << 31}),
-                ("max_players: expected a whole number", {"max_players": "64"}),
-                ("max_players: more than max_clients", {"max_players": 65}),
-                ("passworded: expected true or false", {"passworded": 0}),
-                ("game_type: expected a text", {"game_type": None}),
-                ("name: expected a text", {"name": ["x"]}),
-                ("name: expected a text without control", {"name": "a\nb"}),
-                ("game_type: expected a text without control", {"game_type": "\x1b[0m"}),
-                ("version: expected a text without control", {"version": "\0"}),
-                ("map: expected an object", {"map": "Tutorial"}),
-                ("map.name: expected a text", {"map": {}}),
-                ("map.name: expected a text without control", {"map": {"name": "\t"}}),
-                ("clients: expected a list", {"clients": {}}),
-                ("clients[0]: expected an object", {"clients": ["x"]}),
-                *[("clients[1].%s: expected" % name, {"clients": [client, {**client, name: value}]})
-                  for name, value in (("name", 5), ("clan", None), ("country", "de"),
-                                      ("country", 1.0), ("score", True), ("score", 1 << 31),
-                                      ("score", -(1 << 31) - 1), ("is_player", 1))],
-                ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
-                ("clients: more than max_clients", {"clients": [client] * 65}),
-                ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
-                ("info: more than 16 objects or lists", {"x": nested(16)}),
-                ("info: more than 16 objects or lists", {"x": nested(900)}),
-                ("info: a number or a text that JSON", {"x": math.nan}),
-                ("info: a number or a text that JSON", {"x": math.inf})):
-            with self.subTest(words=words, changed=changed):
-                self.setUp()
-                (status, message), fields = self.register(body=ddnet_info(**changed))
+        rows = [(words, ddnet_info(**changed)) for words, changed in (
+            ("max_clients: expected a whole number", {"max_clients": 64.0}),
+            ("max_clients: expected", {"max_clients": True}),
+            ("max_clients: expected", {"max_clients": -1}),
+            ("max_clients: expected", {"max_clients": 1 << 31}),
+            ("max_players: expected a whole number", {"max_players": "64"}),
+            ("max_players: more than max_clients", {"max_players": 65}),
+            ("passworded: expected true or false", {"passworded": 0}),
+            ("game_type: expected a text", {"game_type": None}),
+            ("name: expected a text", {"name": ["x"]}),
+            ("name: expected a text without control", {"name": "a\nb"}),
+            ("game_type: expected a text without control", {"game_type": "\x1b[0m"}),
+            ("version: expected a text without control", {"version": "\0"}),
+            ("map: expected an object", {"map": "Tutorial"}),
+            ("map.name: expected a text", {"map": {}}),
+            ("map.name: expected a text without control", {"map": {"name": "\t"}}),
+            ("clients: expected a list", {"clients": {}}),
+            ("clients[0]: expected an object", {"clients": ["x"]}),
+            *[("clients[1].%s: expected" % name, {"clients": [client, {**client, name: value}]})
+              for name, value in (("name", 5), ("clan", None), ("country", "de"),
+                                  ("country", 1.0), ("score", True), ("score", 1 << 31),
+                                  ("score", -(1 << 31) - 1), ("is_player", 1))],
+            ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
+            ("clients: more than max_clients", {"clients": [client] * 65}),
+            ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
+            ("info: more than 16 objects or lists", {"x": nested(16)}),
+            ("info: more than 16 objects or lists", {"x": nested(900)}),
+            ("info: a number or a text that JSON", {"x": math.nan}),
+            ("info: a number or a text that JSON", {"x": math.inf}))]
+        rows += [("not a JSON object", body) for body in (
+            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, DDNET_INFO[:-1],
+            DDNET_INFO + b"x")]
+        rows += [
+            ("max_clients", b"{}"), ("more than 400 digits", b"9" * 5000),
+            ("info: a number or a text that JSON", DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
+            ("info: a number or a text that JSON", DDNET_INFO.replace(b"1082711", b"1e999")),
+            # Each of these takes 18 characters when Python writes it
+            ("info: more than 32768", DDNET_INFO.replace(b"1082711", b"[%s1]" % (b"1e15," * 3000)))]
+        for words, body in rows:
+            with self.subTest(words=words, body=body[:200]):
+                self.start()
+                (status, message), fields = self.register(body=body)
                 self.assertEqual((status, message[:len(words)]), (400, words), message)
                 self.assertEqual(self.registry.total, 0)
                 self.assertEqual(self.outcome(), ("bad packet", message))
                 self.send(ddnet_request(fields, DDNET_INFO))
-                self.assertEqual(self.send(ddnet_request(fields, ddnet_info(**changed)))[0], 400)
+                self.assertEqual(self.send(ddnet_request(fields, body))[0], 400)
                 self.assertEqual(self.entries()[0]["info"], json.loads(DDNET_INFO))
-        for body in (b"[]", b"5", b"{", b"{}", b'{"max_clients":64,\xff}', b"[" * 90000,
-                     DDNET_INFO[:-1], DDNET_INFO + b"x", b"9" * 5000,
-                     DDNET_INFO.replace(b"Tutorial", b"\\ud800"),
-                     DDNET_INFO.replace(b"1082711", b"1e999"),
-                     # Each of these takes 18 characters when Python writes it
-                     DDNET_INFO.replace(b"1082711", b"[%s1]" % (b"1e15," * 6000))):
-            self.setUp()
-            self.assertEqual(self.register(body=body)[0][0], 400, body[:40])
-            self.assertEqual(self.registry.total, 0)
 
     def test_what_clients_are_given(self):
         """The info is what the server has sent, with all that this master does not know."""
@@ -8809,18 +8802,21 @@ class DdnetTest(WebCase):
                 {"clients": [ddnet_client("\u200bé\U0001F600", clan="\x7f")] * 64},
                 {"further": [None, {"deep": [1.5, -7, "\u2028"]}], "client_score_kind": "time"},
                 {"clients": [ddnet_client(score=-(1 << 31), country=(1 << 31) - 1)]}):
-            self.setUp()
+            self.start()
             self.assertEqual(self.register(body=ddnet_info(**changed))[0], (200, "success"))
             self.assertEqual(self.entries()[0]["info"], json.loads(ddnet_info(**changed)))
+        server, = self.registry.servers()
+        for country, location in (("de", "eu"), ("cn", "as:cn"), ("aq", None), ("", None)):
+            self.registry.update(server, {"country": country})
+            self.assertEqual(self.entries()[0].get("location"), location)
 
     def test_tokens_that_prove_nothing(self):
         """For another port, protocol, address or Secret, wrong or too old: nothing changes."""
         answer, fields = self.register()
         before = self.entries(), self.registry.generation
-        body = ddnet_info(name="Forged")
         other_secret = fields.replace("2ffa", "0000")
         for forged, source, now in (
-                (fields.replace(":8399", ":8400").replace("2ffa", "0000"), self.HERE, 1.0),
+                (other_secret.replace(":8399", ":8400"), self.HERE, 1.0),
                 (other_secret, self.HERE, 1.0), (other_secret, "203.0.113.10", 1.0),
                 (other_secret, self.HERE_6, 1.0),
                 (fields, self.HERE_6, 1.0),
@@ -8831,183 +8827,145 @@ class DdnetTest(WebCase):
                 (fields.replace(self.token(), "0" * 16), self.HERE, 1.0),
                 (fields.replace(self.token(), self.token()[:-2]), self.HERE, 1.0),
                 (fields, self.HERE, 240.0), (fields, self.HERE, 3600.0)):
-            self.assertEqual(self.send(ddnet_request(forged, body), source, now),
-                             (200, "need_challenge"), forged)
-            self.assertEqual(self.send(ddnet_request(forged), source, now),
-                             (200, "need_challenge"), forged)
+            for body in ddnet_info(name="Forged"), b"":
+                self.assertEqual(self.send(ddnet_request(forged, body), source, now),
+                                 (200, "need_challenge"), forged)
             self.assertEqual((self.entries(), self.registry.generation), before)
         # Nor does one help that was sent for another Secret, while nobody is listed there
-        self.setUp()
+        self.start()
         self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
         with_token = DDNET_0_6 + "Challenge-Token: %s\r\n" % self.token()
         self.assertEqual(self.send(ddnet_request(with_token.replace("2ffa", "0000"), DDNET_INFO)),
                          (200, "need_challenge"))
         # It is good for two minutes at least, whenever it was made
         for made_at in (0.0, 119.9, 120.0):
-            self.setUp()
+            self.start()
             answer, fields = self.register(now=made_at)
             for now in (made_at + 60.0, made_at + 120.0):
                 self.assertEqual(self.send(ddnet_request(fields), now=now), (200, "success"))
 
     def test_a_secret_that_belongs_to_another(self):
         """Who has learned it, but has another address or port, changes nothing."""
-        answer, fields = self.register(DDNET_0_6, ddnet_info(name="Right"))
-        answer, _ = self.register(DDNET_0_6.replace("2ffa", "3ffa").replace("8399", "8400"))
-        self.assertEqual(answer, (200, "success"))
+        self.register(DDNET_0_6, ddnet_info(name="Right"))
+        self.assertEqual(self.register(self.other(8400))[0], (200, "success"))
         before = self.entries()
-        body = ddnet_info(name="Forged")
-        for forged, source in (
-                (DDNET_0_6, "203.0.113.10"), (DDNET_0_6.replace("8399", "8401"), self.HERE),
-                (DDNET_0_6.replace("8399", "8400"), self.HERE),
-                (DDNET_0_6.replace("8399", "8401"), self.HERE_6)):
-            status, message = self.send(ddnet_request(forged, body), source)
-            self.assertEqual((status, "Secret: it is that of the server at" in message),
-                             (403, True), message)
-        for forged in (DDNET_DELETE_0_6.replace("2ffa", "0000"),
-                       DDNET_DELETE_0_6.replace("8399", "8400")):
-            status, message = self.send(ddnet_request(forged))
-            self.assertEqual((status, "is listed with another one" in message), (403, True))
-        self.assertEqual(self.send(ddnet_request(DDNET_DELETE_0_6), "203.0.113.10"),
-                         (200, "success"))              # nothing is listed there
+        for forged, source, words in (
+                (DDNET_0_6, "203.0.113.10", "it is that of the server at"),
+                (DDNET_0_6.replace("8399", "8401"), self.HERE, "it is that of the server at"),
+                (DDNET_0_6.replace("8399", "8400"), self.HERE, "it is that of the server at"),
+                (DDNET_0_6.replace("8399", "8401"), self.HERE_6, "it is that of the server at"),
+                (DDNET_DELETE_0_6.replace("2ffa", "0000"), self.HERE, "is listed with another one"),
+                (DDNET_DELETE_0_6.replace("8399", "8400"), self.HERE, "is listed with another one"),
+                (DDNET_0_7, "fe80::1%eth0", "cannot be the address of a server"),
+                (DDNET_0_7, "0.0.0.9", "cannot be the address of a server")):
+            status, message = self.send(ddnet_request(forged, ddnet_info(name="Forged")), source)
+            self.assertEqual((status, words in message), (
+                400 if "cannot" in words else 403, True), message)
+        for nothing, source in (DDNET_DELETE_0_6, "203.0.113.10"), (DDNET_DELETE_0_7, self.HERE):
+            self.assertEqual(self.send(ddnet_request(nothing), source), (200, "success"))
         self.assertEqual(self.entries(), before)
 
     def test_a_game_server_that_starts_again(self):
-        """Its new Secret takes the place of the old one, once it has proven its port."""
+        """Its new Secret takes the place of the old one, once it has proven its port. Each protocol
+        is challenged once, though 0.6 has taken the place before 0.7 returns its token."""
         for keeps_ipv6 in (False, True):
-            self.setUp()
+            self.start()
             places = self.all_four()
-            again = DDNET_0_6.replace("2ffa", "0000")
-            self.assertEqual(self.register(again, ddnet_info(name="Again"))[0], (200, "success"))
-            names = sorted(entry["name"] for entry in self.servers())
-            self.assertEqual(names, ["Again", 'Te st "ü" <b>'])
+            with_tokens = []
+            for fields in DDNET_0_6, DDNET_0_7:
+                fields = fields.replace("2ffa", "0000")
+                self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO)),
+                                 (200, "need_challenge"))
+                with_tokens.append(fields + "Challenge-Token: %s\r\n" % self.token())
+            for now in (0.0, 15.0):
+                for fields in with_tokens:
+                    self.assertEqual(self.send(ddnet_request(fields, ddnet_info(name="Again")),
+                                               now=now), (200, "success"))
+            self.assertEqual(self.addresses(), [self.URLS[:2], self.URLS[2:]])
             for fields, source in places:               # the former life
                 if source == self.HERE:
-                    self.assertEqual(self.send(ddnet_request(fields), source),
+                    self.assertEqual(self.send(ddnet_request(fields), source, 30.0),
                                      (200, "need_challenge"))
                 elif keeps_ipv6:
-                    self.assertEqual(self.send(ddnet_request(fields), source)[0], 200)
-            self.assertEqual(self.register(again, ddnet_info(name="Again"), self.HERE_6)[0],
-                             (200, "success"))
-            self.assertEqual([entry["addresses"] for entry in self.entries()], [
-                [self.URL_0_6, "tw-0.6+udp://[2001:db8::9]:8399"]])
-
-    def test_both_protocols_of_a_game_server_that_starts_again(self):
-        """Each is challenged once, though 0.6 has taken the place before 0.7 returns its token."""
-        for fields in DDNET_0_6, DDNET_0_7:
-            self.register(fields)
-        with_tokens = []
-        for fields in DDNET_0_6, DDNET_0_7:
-            fields = fields.replace("2ffa", "0000")
-            self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO)), (200, "need_challenge"))
-            with_tokens.append(fields + "Challenge-Token: %s\r\n" % self.token())
-        for now in (0.0, 15.0, 30.0):
-            for fields in with_tokens:
-                self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO), now=now),
-                                 (200, "success"))
-        self.assertEqual(self.addresses(), [[self.URL_0_6, self.URL_0_7]])
+                    self.assertEqual(self.send(ddnet_request(fields), source, 30.0)[0], 200)
+            again = DDNET_0_6.replace("2ffa", "0000")
+            self.assertEqual(self.register(again, DDNET_INFO, self.HERE_6, 30.0)[0], (200, "success"))
+            self.assertEqual(self.addresses(), [self.URLS[:3]])
 
     def test_many_servers_of_one_machine_at_once(self):
-        reload(self.core, self.web, limits__exempt="")      # as [limits] is by default
         for round_number in range(3):
             for port in range(9000, 9032):
-                fields = DDNET_0_6.replace("8399", str(port)).replace("2ffa", str(port))
-                answer, _ = self.register(fields, ddnet_info(name=str(round_number)),
+                answer, _ = self.register(self.other(port), ddnet_info(name=str(round_number)),
                                           now=15.0 * round_number)
                 self.assertEqual(answer, (200, "success"))
         for _ in range(200):
             status, message = self.send(ddnet_request(DDNET_0_6), now=30.0)
         self.assertEqual((status, "Too many requests" in message), (429, True))
-
-    def test_addresses_that_lead_nowhere(self):
-        """Not even as a further address of a server that is listed."""
-        self.register()
-        for source in "fe80::1%eth0", "0.0.0.9":
-            status, message = self.send(ddnet_request(DDNET_0_7, DDNET_INFO), source)
-            self.assertEqual((status, "cannot be the address" in message), (400, True))
+        self.start(limits__datagrams="100/1")           # a registration usually costs two tokens
+        self.assertEqual(self.register(now=1.0)[1][-2:], "\r\n")
 
     def test_rules_and_limits(self):
         """Each is answered in words that the game server logs."""
-        network = ms.read_network("198.51.100.0/24")
-        self.registry.rules.bans = ms.Networks([network], {network: "fake players"})
-        self.registry.rules.refuse_names = (ms.read_pattern("casino"),)
+        self.start(server__refuse_names="casino", **{"bans.198.51.100.0/24": "fake players"})
         self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO), "198.51.100.1"),
                          (403, "fake players"))
         self.assertEqual(self.register(body=ddnet_info(name="A Casino"))[0][0], 403)
-        for port in range(9000, 9033):
-            fields = DDNET_0_6.replace("8399", str(port)).replace("2ffa-", "%04d-" % port)
-            fields = fields.replace("2ffa", str(port))
-            if port < 9032:
-                self.assertEqual(self.register(fields)[0], (200, "success"))
-            else:
-                status, message = self.send(ddnet_request(fields, DDNET_INFO))
-                self.assertEqual((status, "at most 32 servers" in message), (429, True))
+        for port in range(9000, 9032):
+            self.assertEqual(self.register(self.other(port))[0], (200, "success"))
+        status, message = self.send(ddnet_request(self.other(9032), DDNET_INFO))
+        self.assertEqual((status, "at most 32 servers" in message), (429, True))
         self.assertEqual(self.registry.total, 32)
-        too_long = ddnet_request(DDNET_0_6, b"x" * (ms.DDNET_INFO_BYTES + 1))
-        self.assertEqual(self.send(too_long), (413, "At most 32768 bytes are accepted."))
-        self.assertEqual(self.send(http_request(ms.DDNET_REGISTER)),
-                         (405, "/ddnet/15/register takes POST, OPTIONS."))
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6 + "Origin: http://a.example\r\n"))[0],
-                         403)
-
-    def test_further_addresses_take_no_room(self):
-        self.registry.rules.max_servers = 1
-        self.all_four()
-        self.assertEqual(len(self.addresses()[0]), 4)
-
-    def test_a_server_that_cannot_move_stays(self):
-        """IPv4 comes second, and there its source has too many servers already."""
-        self.register(source=self.HERE_6)
-        self.registry.rules.max_servers_per_source = 1
-        self.register(DDNET_0_6.replace("2ffa", "0000").replace("8399", "8400"))
-        before, generation = self.addresses(), self.registry.generation
-        self.registry.rules.check_source_limit = mock.Mock(side_effect=ms.Refused("limit", "many"))
-        for fields in DDNET_0_6, DDNET_0_7:
-            answer, _ = self.register(fields)
-            self.assertEqual(answer, (429, "many"))
-            self.assertEqual(self.addresses(), before)
-        self.assertEqual(self.registry.generation, generation)
-
-    def test_switched_off(self):
-        core = make_core(ddnet__enabled="no")
-        self.web = ms.Web(core)
-        core.rooms["ddnet"] = ms.Ddnet(core)
+        for request, answer in (
+                (ddnet_request(DDNET_0_6, b"x" * 32769), (413, "At most 32768 bytes are accepted.")),
+                (http_request(ms.DDNET_REGISTER),
+                 (405, "/ddnet/15/register takes POST, OPTIONS.")),
+                (ddnet_request(DDNET_0_6 + "Origin: http://a.example\r\n"),
+                 (403, "A web page may not announce servers here."))):
+            self.assertEqual(self.send(request), answer)
+        self.start(ddnet__enabled="no")
         self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO)),
                          (404, "DDNet servers are not listed here."))
 
+    def test_a_server_that_cannot_move_stays(self):
+        """IPv4 comes second, and there its source has too many servers already."""
+        self.start(limits__servers_per_source="1")
+        self.register(source=self.HERE_6)
+        self.register(self.other(8400))
+        before, generation = self.addresses(), self.registry.generation
+        for fields in DDNET_0_6, DDNET_0_7:
+            (status, message), _ = self.register(fields)
+            self.assertEqual((status, "at most 1 servers" in message), (429, True))
+            self.assertEqual(self.addresses(), before)
+        self.assertEqual(self.registry.generation, generation)
+        self.assertEqual(self.send(ddnet_request(DDNET_DELETE_0_6), self.HERE_6), (200, "success"))
+        self.assertEqual(len(self.addresses()), 1)
+
     def test_large_infos_are_counted(self):
         """By source and in all. Who is listed stays, with his old info; small ones always fit."""
-        large = ddnet_info(x="y" * 90_000)
-        per_source = 12         # of a megabyte, with 86 kB beyond the usual 4 kB
+        large = ddnet_info(x="y" * 32_000)
 
-        def fields_of(port):
-            return DDNET_0_6.replace("8399", str(port)).replace("2ffa", str(port))
+        def status(port, body=DDNET_INFO, source=self.HERE):
+            (status, message), _ = self.register(self.other(port), body, source, 20.0)
+            self.assertEqual("too large together" in message, status == 429)
+            return status
 
-        for port in range(9000, 9000 + per_source):
-            self.assertEqual(self.register(fields_of(port), large)[0], (200, "success"))
-        answer, fields = self.register(fields_of(9000), large)      # instead of one as large
-        self.assertEqual(answer, (200, "success"))
-        (status, message), _ = self.register(fields_of(9100), large)
-        self.assertEqual((status, "too large together" in message), (429, True))
-        answer, fields = self.register(fields_of(9101))
-        self.assertEqual(answer, (200, "success"))
-        later = fields.replace("Serial: 0", "Serial: 1")
-        self.assertEqual(self.send(ddnet_request(later, large), now=20.0)[0], 429)
+        for port in range(9000, 9018):      # 512 kB, with 28 kB beyond the usual 4 kB
+            self.assertEqual(status(port, large), 200)
+        for port, body, source, expected in (
+                (9000, large, self.HERE, 200),          # instead of one as large
+                (9100, large, self.HERE, 429), (9101, DDNET_INFO, self.HERE, 200),
+                (9101, large, self.HERE, 429), (9102, large, "203.0.113.10", 200),
+                (9101, large, self.HERE_6, 429),        # it counts for the same source
+                (9000, DDNET_INFO, self.HERE, 200)):
+            self.assertEqual(status(port, body, source), expected, port)
         server = self.registry.get("ddnet", self.HERE, 9101)
-        self.assertEqual((server.last_seen, len(self.ddnet.registration(server)["info"])),
-                         (20.0, len(ms.read_ddnet_info(DDNET_INFO))))
-        self.assertEqual(self.send(ddnet_request(later), now=20.0), (200, "need_info"))
-        self.assertEqual(self.register(fields_of(9102), large, "203.0.113.10", 20.0)[0][0], 200)
-        # By its IPv6 address it counts for the same source
-        fields = fields_of(9101).replace("Serial: 0", "Serial: 1")
-        self.assertEqual(self.register(fields, large, self.HERE_6, 20.0)[0][0], 429)
-        # A smaller info gives its bytes back
-        answer, fields = self.register(fields_of(9000), now=20.0)
-        self.assertEqual(self.send(ddnet_request(later, large), now=20.0)[0], 200)
-        self.assertEqual(self.send(ddnet_request(fields, large), now=20.0)[0], 429)
-        self.ddnet.large_bytes[""] = ms.DDNET_LARGE_BYTES
-        self.assertEqual(self.register(fields_of(9103), large, "203.0.113.11", 20.0)[0][0], 429)
-        self.assertEqual(self.register(fields_of(9103), source="203.0.113.11", now=20.0)[0][0],
-                         200)
+        self.assertEqual((server.last_seen, self.ddnet.registration(server)["info"]),
+                         (20.0, ms.read_ddnet_info(DDNET_INFO)))
+        self.tick(20.0)                     # a smaller info has given its bytes back
+        self.assertEqual([status(9101, large), status(9000, large)], [200, 429])
+        self.ddnet.large_bytes.total = ms.DDNET_LARGE_BYTES
+        self.assertEqual([status(9103, body, "203.0.113.11") for body in (large, DDNET_INFO)],
+                         [429, 200])
 
     def test_repetitions_are_not_parsed(self):
         """The same bytes from the same address: as long as nothing about the server changes, and
@@ -9032,8 +8990,9 @@ class DdnetTest(WebCase):
             self.assertFalse(is_parsed(2.0))
             self.assertEqual(repeat(3.0), first)
         server, = self.registry.servers()
-        self.assertEqual((server.last_seen, server.private["ddnet_addresses"][self.URL_0_6].heard_at),
-                         (3.0, 3.0))
+        self.assertEqual(server.last_seen, 3.0)
+        self.tick(32.9)
+        self.assertEqual(len(self.addresses()), 1)
         self.assertEqual(self.web.request_counts[ms.DDNET_REGISTER, 200], 5)
         for end in (lambda: self.registry.update(server, {"name": "Other"}),
                     lambda: self.registry.apply_rules(self.core.settings),
@@ -9043,30 +9002,27 @@ class DdnetTest(WebCase):
             self.assertEqual(self.send(request, now=5.0), (200, "success"))
             self.assertFalse(is_parsed(5.0))
         self.assertTrue(is_parsed(5.0, "203.0.113.10"))
-        self.assertTrue(is_parsed(120.0))               # the token may be too old soon
-        self.assertEqual(self.send(request, now=120.0), (200, "success"))
-        self.assertFalse(is_parsed(121.0))
-        self.assertEqual(self.send(request, now=240.0), (200, "need_challenge"))
-        # A body, or the end of the connection, is nothing to repeat
+        self.ddnet.read(self.core.settings)
+        for now, answer in (119.0, "success"), (120.0, "success"), (240.0, "need_challenge"):
+            server.last_seen = now
+            server.private["ddnet_addresses"][self.URLS[0]].heard_at = now
+            self.tick(now)                              # the token may be too old soon
+            self.assertEqual(is_parsed(now), now != 119.0)
+            self.assertEqual(self.send(request, now=now), (200, answer))
+        # A body, or the end of the connection, is nothing to repeat. Each token has its own
+        # fingerprint; four are kept for a server
         for further, body in (("", DDNET_INFO), ("Connection: close\r\n", b"")):
-            self.setUp()
+            self.start()
             answer, fields = self.register()
             self.assertEqual(self.send(ddnet_request(fields + further, body)), (200, "success"))
             self.assertEqual(self.registry.by_fingerprint, {})
+        for number in range(20):
+            self.send(ddnet_request(fields + "X: %d\r\n" % number))
+            self.assertTrue(0 < len(self.registry.by_fingerprint) <= ms.DDNET_ADDRESSES)
 
-    def test_fingerprints_do_not_pile_up(self):
-        """Each token has its own; four are kept for a server."""
-        for now in range(0, 12000, 120):
-            answer, fields = self.register(now=float(now))
-            self.send(ddnet_request(fields), now=float(now))
-            self.assertLessEqual(len(self.registry.by_fingerprint), ms.DDNET_ADDRESSES)
-        server, = self.registry.servers()
-        self.assertEqual(set(server.fingerprints), set(self.registry.by_fingerprint))
-
-    def test_behind_a_proxy(self):
+    def test_behind_a_proxy_and_at_another_address(self):
         """The client's address counts, also for repetitions."""
-        reload(self.core, self.web, http__trusted_proxies="127.0.0.1",
-               **self.settings)
+        self.start(http__trusted_proxies="127.0.0.1", **{"address_map.10.0.0.5": "203.0.113.77"})
         forwarded = DDNET_0_6 + "X-Forwarded-For: %s\r\n" % self.HERE
         answer, fields = self.register(forwarded, source="127.0.0.1")
         self.assertEqual((answer, self.sent[-1][1]), ((200, "success"), (self.HERE, 8399)))
@@ -9076,82 +9032,82 @@ class DdnetTest(WebCase):
         server, = self.registry.servers()
         self.assertEqual((server.address, server.last_seen), (self.HERE, 2.0))
         self.assertEqual(self.send(ddnet_request(fields), "127.0.0.2", 3.0)[0], 403)
-
-    def test_addresses_that_the_operator_maps(self):
-        self.core.settings.values["address_map"] = {"10.0.0.5": "203.0.113.77"}
-        self.registry.rules.read(self.core.settings)
-        self.assertEqual(self.register(source="10.0.0.5")[0], (200, "success"))
-        self.assertEqual(self.sent[-1][1], ("10.0.0.5", 8399))
-        self.assertEqual(self.addresses(), [["tw-0.6+udp://203.0.113.77:8399"]])
+        self.assertEqual(self.register(self.other(9000), source="10.0.0.5")[0], (200, "success"))
+        self.assertEqual(self.sent[-1][1], ("10.0.0.5", 9000))
+        self.assertIn(["tw-0.6+udp://203.0.113.77:9000"], self.addresses())
 
     def test_what_is_stored(self):
         """All are back after a restart of the master. Who does not register within 30 s leaves."""
         places = self.all_four()
         server, = self.registry.servers()
-        self.registry.update(server, {"priority": 3})
-        row = ms.listed_row(server, 1000.0)
-        self.setUp()
-        again = ms.restored_server(row, 10.0, 1010.0, ms.STORED_READERS)
+        row = ms.listed_row(server, 1000.0, {"ddnet": ms.Ddnet})
+        self.start()
+        again = ms.restored_server(row, 10.0, 1010.0, {"ddnet": ms.Ddnet})
         self.registry.silence_counts_from = 10.0
         self.registry.insert(again)
-        self.assertEqual((again.confirmed, self.entries()[0]["info"], len(self.addresses()[0])),
-                         (False, json.loads(DDNET_INFO), 4))
+        self.ddnet.resume(again)
+        self.assertEqual((again.confirmed, self.entries()[0]["info"], self.addresses()),
+                         (False, json.loads(DDNET_INFO), [self.URLS]))
         fields, source = places[1]
         self.assertEqual(self.send(ddnet_request(fields), source, 20.0), (200, "need_challenge"))
         answer, _ = self.register(DDNET_0_6, b"", now=20.0)
         self.assertEqual((answer, again.confirmed), ((200, "success"), True))
-        self.tick(39.9)
-        self.assertEqual(len(self.addresses()[0]), 4)
-        self.tick(40.0)
-        self.assertEqual(self.addresses(), [[self.URL_0_6]])
-        self.tick(50.0)
-        self.assertEqual(self.registry.total, 0)
+        for now, addresses in (39.9, [self.URLS]), (40.0, [self.URLS[:1]]), (50.0, []):
+            self.tick(now)
+            self.assertEqual(self.addresses(), addresses)
 
     def test_a_stored_registration_is_checked(self):
         right = {"info": DDNET_INFO.decode(), "serial": 3, "secret": "0" * 32,
-                 "addresses": [self.URL_0_6]}
-        self.assertEqual(ms.read_ddnet_registration(right)["addresses"], [self.URL_0_6])
+                 "addresses": self.URLS[:1]}
+        self.assertEqual(ms.Ddnet.restored({"ddnet_registration": right})["ddnet_registration"],
+                         {**right, "info": ms.read_ddnet_info(DDNET_INFO)})
         for name, values in (
-                ("info", ("", "{}", 5, None, ddnet_info(x="y" * 102_400).decode())),
+                ("info", ("", "{}", 5, None, ddnet_info(x="y" * 32_768).decode())),
                 ("serial", (1.5, None, True, "1")),
                 ("secret", ("", None, "0" * 31, "0" * 33, "g" * 32, 5)),
-                ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], [self.URL_0_6] * 5,
+                ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], self.URLS[:1] * 5,
                                ["http://203.0.113.9:8399"], "tw", {"a": 1}))):
-            for value in values:
-                with self.subTest(name=name, value=value), self.assertRaises(ms.Malformed):
-                    ms.read_ddnet_registration({**right, name: value})
-            with self.assertRaises(ms.Malformed):
-                ms.read_ddnet_registration({key: right[key] for key in right if key != name})
+            lacking = {key: right[key] for key in right if key != name}
+            for wrong in (lacking, *({**right, name: value} for value in values)):
+                with self.subTest(wrong=wrong), self.assertRaises(ms.Malformed):
+                    ms.Ddnet.restored({"ddnet_registration": wrong})
 
-    def test_is_my_server_listed(self):
-        path = "/check?address=%s&port=8399" % self.HERE
+    def test_pages(self):
+        """Why it is not listed; names and clans on the server's page alone."""
         for body, words in (
                 (None, "sent a challenge to UDP port 8399, and the game server has not returned"),
                 (ddnet_info(passworded=0), "passworded: expected true or false"),
                 (DDNET_INFO, "All is well")):
-            self.setUp()
+            self.start()
             if body is None:
                 self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
             else:
                 self.register(body=body)
-            self.assertIn(words, self.get(path)[2].decode())
-
-    def test_the_pages(self):
-        """The mode, the map, those who play; names and clans on the server's page alone."""
+            page = self.get("/check?address=%s&port=8399" % self.HERE)[2].decode()
+            self.assertIn(words, page)
         clients = [ddnet_client("<ann>", clan="C&A"), ddnet_client("bob"),
                    ddnet_client("eve", is_player=False)]
         self.register(body=ddnet_info(clients=clients, passworded=True, name="\u200bA\u2003b"))
-        row = self.get("/")[2].decode()
-        for words in (">A b<", "DDNet", "TestDDraceNetwork", "Tutorial", "<b>2</b>", 'max="64"',
-                      '<i title="Players need a password">password</i>'):
-            self.assertIn(words, row)
-        for path in ("/", "/servers.json", "/metrics"):
-            self.assertNotIn("bob", self.get(path)[2].decode())
-        page = self.get("/server?game=ddnet&address=%s&port=8399" % self.HERE)[2].decode()
-        for words in ("&lt;ann&gt; (C&amp;A), bob, eve", "2 of 64", self.URL_0_6,
-                      "It answered this master"):
-            self.assertIn(words, page)
-        self.assertEqual(self.servers()[0]["flags"], "password")
+        server, = self.registry.servers()
+        self.assertEqual((server.name, server.players, server.max_players, server.details),
+                         ("A b", 2, 64, {"flags": "password"}))
+        self.assertEqual(self.ddnet.player_names(server), ["<ann> (C&A)", "bob", "eve"])
+
+    def test_the_list_of_another_master(self):
+        body = b'{"servers":[{"addresses":["%s"],"location":"eu","info":%s}]}' % (
+            self.URLS[2].encode(), ddnet_info(clients=[ddnet_client()]))
+        conversation = ms.Ddnet().fetch()
+        self.assertEqual(conversation.send(None).path, ms.DDNET_SERVERS)
+        with self.assertRaises(StopIteration) as stop:
+            conversation.send(ms.HttpAnswer(200, body))
+        self.assertEqual(list(stop.exception.value), [{
+            "address": self.HERE_6, "port": 8399, "name": 'Te st "ü" <b>', "players": 1,
+            "mode": "TestDDraceNetwork", "map": "Tutorial", "version": "0.6.4, 16.4",
+            "max_players": 64}])
+        entry = json.loads(body)["servers"][0]
+        for wrong in ("x", {}, {**entry, "addresses": []}, {**entry, "addresses": ["x"]},
+                      {**entry, "info": {}}, {**entry, "info": {**entry["info"], "clients": 5}}):
+            self.assertRaises(ms.Malformed, ms.read_ddnet_entry, wrong)
 
     def test_mutations(self):
         """Words or success, and never more."""
