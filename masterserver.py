@@ -1558,7 +1558,7 @@ class Turns:
         self.things = {}                # by key
         self.sources = {}               # the source of each thing, by key
         self.keys = collections.OrderedDict()       # the keys of each source, the oldest first
-        # The sources that have so many things, by that number
+        # The sources that have so many things, or have had, by that number
         self.levels = collections.defaultdict(collections.OrderedDict)
 
     def __len__(self):
@@ -1573,21 +1573,24 @@ class Turns:
 
         `limit` is how many things a source may have here. Return the thing that had to leave, or
         None."""
-        self.pop(key)
-        source = source_key(address)
+        if key in self.things:
+            self.pop(key)
+        source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
             crowded = source
         elif len(self.things) >= self.size:
-            crowded = next(iter(self.levels[max(self.levels)]))
+            most = max(level for level, sources in self.levels.items() if sources)
+            crowded = next(iter(self.levels[most]))
         pushed_out = None
         if crowded is not None:
             pushed_out = self.pop(next(iter(self.keys[crowded])))
         self.things[key] = thing
         self.sources[key] = source
-        keys = self.keys.setdefault(source, collections.OrderedDict())
+        keys = self.keys.setdefault(source, {})
+        self.levels[len(keys)].pop(source, None)
         keys[key] = None
-        self._change_level(source, len(keys) - 1, len(keys))
+        self.levels[len(keys)][source] = None
         return pushed_out
 
     def pop(self, key):
@@ -1596,19 +1599,13 @@ class Turns:
             return None
         source = self.sources.pop(key)
         keys = self.keys[source]
+        del self.levels[len(keys)][source]
         del keys[key]
-        self._change_level(source, len(keys) + 1, len(keys))
-        if not keys:
+        if keys:
+            self.levels[len(keys)][source] = None
+        else:
             del self.keys[source]
         return self.things.pop(key)
-
-    def _change_level(self, source, count_before, count):
-        if count_before:
-            del self.levels[count_before][source]
-            if not self.levels[count_before]:
-                del self.levels[count_before]
-        if count:
-            self.levels[count][source] = None
 
     def in_turns(self):
         """Return all things: first the oldest of each source, then the second of each, and so on.
@@ -1647,14 +1644,10 @@ class Cookie:
         """
         window = int(now // self.window_s)
         self.window_ends = (window + 1.0) * self.window_s
-        self.previous = self.keyed_hash(window - 1)
-        self.current = self.keyed_hash(window)
-
-    def keyed_hash(self, window):
-        """Return a hash object that has been fed the key and the number of a window.
-
-        BLAKE2's own keyed mode would pad the key to a whole block, and so take longer."""
-        return hashlib.blake2b(self.key + struct.pack("<q", window), digest_size=self.size)
+        # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+        self.previous, self.current = [
+            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
+            for number in (window - 1, window)]
 
     def make(self, message, now):
         """Return the MAC of a message, made in the window of the time `now`, as bytes."""
@@ -1693,13 +1686,9 @@ class Limiter:
 
         `verdict(address)` returns EXEMPT, BLOCKED or NO_VERDICT. It is called when an address is
         seen for the first time. By default no address has a verdict."""
-        self.verdict = verdict or self.no_verdict
+        self.verdict = verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
-
-    @staticmethod
-    def no_verdict(address):
-        return NO_VERDICT
 
     def set_rate(self, rate):
         """Change the rate, fill all buckets, and forget all verdicts.
@@ -1715,35 +1704,31 @@ class Limiter:
 
     def allow(self, address, now, tokens=1.0):
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
+        table = self.table
         cost_s = self.cost_s * tokens
-        for key in self.buckets(address) if ":" in address else (address,):
-            full_at = self.table.get(key)
+        for key in (address,) if ":" not in address else self.ipv6_buckets(address):
+            full_at = table.get(key)
             if full_at is None:
-                full_at = self.insert(key, address)
+                if len(table) >= LIMITER_SOURCES:
+                    table.popitem(last=False)
+                # Without a verdict, the bucket counts as full since the time 0
+                full_at = table[key] = self.verdict(address) if self.verdict else NO_VERDICT
             if full_at == EXEMPT:
                 return True
-            self.table.move_to_end(key)
-            full_at = max(full_at, now) + cost_s
+            table.move_to_end(key)
+            full_at = (full_at if full_at > now else now) + cost_s
             if full_at - now > self.depth_s:
                 return False
-            self.table[key] = full_at
+            table[key] = full_at
             cost_s /= SITE_SOURCES
         return True
 
-    def buckets(self, address):
+    def ipv6_buckets(self, address):
         """Return the keys of an IPv6 address: itself if there is a verdict about it, as a blocked
         network may be smaller than a source, and otherwise its source_keys()."""
-        if address in self.table or self.verdict(address) != NO_VERDICT:
+        if address in self.table or (self.verdict and self.verdict(address) != NO_VERDICT):
             return (address,)
         return source_keys(address)
-
-    def insert(self, key, address):
-        """Add a bucket to the table, and return the time at which it is full, or the verdict."""
-        if len(self.table) >= LIMITER_SOURCES:
-            self.table.popitem(last=False)
-        # Without a verdict, the bucket counts as full since the time 0
-        full_at = self.table[key] = self.verdict(address)
-        return full_at
 
     def is_nearly_empty(self, address, now):
         """Has the source of this address fewer than two tokens left?"""
@@ -1886,7 +1871,7 @@ class Rules:
 
     def ban_reason(self, *addresses):
         """Return the reason why one of these addresses is banned, or "" if none of them is."""
-        if not self.bans:
+        if not self.bans.by_host_bits:
             return ""
         for address in set(addresses):
             reason = self.bans.find(address_number(address))
@@ -1905,12 +1890,6 @@ class Rules:
             limit *= SITE_SOURCES
         raise Refused("limit", "at most %d servers of one %s are listed" % (
             limit, "/%s network" % prefix_bits if is_network else "address"))
-
-    def operator_marks(self, endpoint):
-        """Return the operator's marks for the server at an (address, port).
-
-        The marks are whether the server is official, and its priority, which is 0 by default."""
-        return self.official.get(endpoint, False), self.priority.get(endpoint, 0)
 
     def country_by_hand(self, address, port):
         """Return the country that the ini gives to a server, or "" if it gives none."""
@@ -2206,27 +2185,26 @@ class Registry:
     def check_rules(self, source, address, port, name):
         """Raise Refused if the source or the address is banned, or the name is refused.
 
-        `name` may be None or "", if it is not known."""
-        ban_reason = self.rules.ban_reason(source, address)
+        `name` may be None or "", if it is not known. The address and port of the server, which
+        replace a missing name, are always allowed."""
+        rules = self.rules
+        ban_reason = rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
-        self.check_name(name, address, port)
-
-    def check_name(self, name, address="", port=0):
-        """Raise Refused if the name matches a pattern that the operator refuses.
-
-        The address and port of the server, which replace a missing name, are always allowed."""
-        if not name or not self.rules.refuse_names or name == endpoint_text(address, port):
+        if not name or name == endpoint_text(address, port):
             return
-        for pattern in self.rules.refuse_names:
+        for pattern in rules.refuse_names:
             if pattern.search(name):
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
         """Add a server to the list. The caller has checked that it may be listed."""
         endpoint = server.address, server.port
-        server.official, server.priority = self.rules.operator_marks(endpoint)
-        server.country = self.rules.country(server.address, server.port)
+        rules = self.rules
+        server.official = rules.official.get(endpoint, False)
+        server.priority = rules.priority.get(endpoint, 0)
+        if rules.countries_by_hand or rules.country_file:
+            server.country = rules.country(server.address, server.port)
         self.games[server.game][endpoint] = server
         gamename = server.details.get("gamename")
         if gamename and server.game not in self.titles:
@@ -2301,7 +2279,8 @@ class Registry:
         the disk, and the change is noted. `event` is "listed", "changed" or "gone"."""
         self.generation += 1
         server.rank = server.entry_cache = None
-        self.forget_fingerprints_of(server)
+        if server.fingerprints:
+            self.forget_fingerprints_of(server)
         if not server.master and len(self.altered) < ALTERED_SERVERS:
             self.altered.add(server.key)
         self.changes.append((event, server))
@@ -2311,8 +2290,10 @@ class Registry:
 
         For datagrams it is hash((data, peer)). Among a million servers, two fingerprints are the
         same once in 40 million cases."""
-        self.forget_fingerprints_of(server)
-        self.add_fingerprint(server, fingerprint)
+        if server.fingerprints:
+            self.forget_fingerprints_of(server)
+        server.fingerprints = (fingerprint,)
+        self.by_fingerprint[fingerprint] = server
 
     def add_fingerprint(self, server, fingerprint):
         """Add the fingerprint of further packets that tell nothing new about the server."""
@@ -2347,7 +2328,8 @@ class Registry:
                 self.remove_any(server)
             else:
                 endpoint = server.address, server.port
-                official, priority = self.rules.operator_marks(endpoint)
+                official = self.rules.official.get(endpoint, False)
+                priority = self.rules.priority.get(endpoint, 0)
                 # What the ini says holds at once. What the file says follows in the next seconds
                 country = self.rules.country_by_hand(*endpoint) or server.country
                 self.update(
@@ -2435,10 +2417,10 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
 
     The other parameters are the present values of those that `fields` may lack."""
     maximum = fields.get("max_players", max_players) or PLAYERS_MAX
-    players = clamp(fields.get("players", players), maximum)
+    players = max(0, min(fields.get("players", players), maximum))
     playing = fields.get("playing", playing)
     if playing is not None:
-        playing = clamp(playing, players)
+        playing = max(0, min(playing, players))
     return {**fields, "players": players, "playing": playing}
 
 
@@ -3785,14 +3767,8 @@ class Game:
         except Refused as refused:
             refused.port = port
             raise
-        self.record(source, port, "listed", now)
+        self.registry.record_outcome(source, self.game, port, "listed", now)
         return server
-
-    def record(self, source, port, outcome, now, detail=""):
-        """Record for /check what became of the server at this address and port.
-
-        `outcome` is a key of OUTCOMES (section 9); `detail` is the reason in words."""
-        self.registry.record_outcome(source, self.game, port, outcome, now, detail)
 
     @classmethod
     def owns(cls, game, details):
@@ -4541,7 +4517,8 @@ class PolledGame(Game):
         Nothing is recorded for a server that was found in another list. Its operator has not asked
         for anything, and there may be thousands."""
         if target.why != FOUND:
-            self.record(target.address, target.port, outcome, now, detail)
+            self.registry.record_outcome(
+                target.address, self.game, target.port, outcome, now, detail)
         if target.on_result is not None:
             target.on_result(outcome, detail, now)
 
@@ -4735,9 +4712,11 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        version_error = self.version_error(ICEBALL_VERSIONS.read(data))
-        if version_error:
-            return self.reject(source, now, "version", version_error)
+        versions = ICEBALL_VERSIONS.read(data)
+        if versions.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
+            version_error = self.version_error(versions)
+            if version_error:
+                return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
         if len(data) != ICEBALL_ANNOUNCEMENT.size:
             return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
@@ -4745,10 +4724,11 @@ class Iceball(Game, UdpProtocol):
         port = ICEBALL_ANNOUNCEMENT.read(data).port
         # /check goes on showing a listed server as listed
         if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
-            self.record(source, port, "announced", now)
+            self.registry.record_outcome(source, self.game, port, "announced", now)
         trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if not self.rules.allow_surplus("cookie", source, surplus_bytes, now):
+        if surplus_bytes > 0 and not self.rules.allow_surplus(
+                "cookie", source, surplus_bytes, now):
             # This cuts off the end of the map's name, the last field. The server sends its
             # announcement again a second later, which may bring the whole name
             trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
@@ -4768,8 +4748,6 @@ class Iceball(Game, UdpProtocol):
         if versions.hbversion != ICEBALL_HBVERSION:
             return "heartbeat version %d instead of %d" % (versions.hbversion, ICEBALL_HBVERSION)
         accepted = self.accepted_versions
-        if not accepted:                    # the settings do not restrict the versions
-            return ""
         if not accepted.isdisjoint((versions.version, versions.version & ~ICEBALL_BUILD_BITS)):
             return ""
         accepted_text = ", ".join(map(iceball_version_text, sorted(accepted)))
@@ -4784,7 +4762,7 @@ class Iceball(Game, UdpProtocol):
         somebody may forge a bad announcement in its name to achieve that. Therefore a source with
         a listed server gets no answer, and any other source gets few. Packets from loopback
         addresses cannot be forged, so they are always answered."""
-        self.record(source, 0, outcome, now, reason)
+        self.registry.record_outcome(source, self.game, 0, outcome, now, reason)
         if not is_loopback(source):
             has_listed_server = source in self.registry.own.counts
             if has_listed_server or not self.rejection_limiter.allow(source, now):
@@ -4809,7 +4787,8 @@ class Iceball(Game, UdpProtocol):
                             % COOKIE_WINDOW_S)
         packet = (ICEBALL_HEAD + trimmed).ljust(ICEBALL_ANNOUNCEMENT.size, b"\0")
         announced = ICEBALL_ANNOUNCEMENT.read(packet)
-        self.check_sender(peer, announced.port)
+        if peer in self.senders:
+            self.check_sender(peer, announced.port)
         server = self.list_own(source, announced.port, {
             "verified": "handshake",
             "name": iceball_text(announced.name),
@@ -4835,9 +4814,9 @@ class Iceball(Game, UdpProtocol):
         If a sender could announce several game ports, an attacker could thus list more servers at
         its address. A server that is listed already is never refused, and neither is port 0, which
         list_own() refuses with a reason that helps the operator more."""
-        server = self.senders.get(peer)
+        server = self.senders[peer]
         source, _ = peer
-        if server is None or port in (server.port, 0) or not self.is_sender(peer, server):
+        if port in (server.port, 0) or not self.is_sender(peer, server):
             return
         if self.rules.exempts(source):
             return
@@ -6871,7 +6850,7 @@ class AioFramed:
 
     @staticmethod
     def result(kind, reason):
-        """Return the answer to a publish or keepalive. `reason` says why it is refused, if it is."""
+        """Return the answer to a publish or keepalive, which is refused if there is a reason."""
         if reason:
             return aio_frame(AIO_REFUSED + kind + aio_string16(reason))
         return aio_frame(AIO_DONE + kind)
@@ -7068,7 +7047,8 @@ class AioSession(MessageSession):
                 self.address, port, {**fields, "name": name, "verified": "connection"}, now,
                 math.inf, self.claimed_address)
         except Refused as refused:
-            self.room.record(self.address, port, refused.outcome, now, str(refused))
+            self.registry.record_outcome(
+                self.address, self.game, port, refused.outcome, now, str(refused))
             return str(refused)
         self.published = port, fields
         if self.server is not server:
@@ -7196,7 +7176,7 @@ class Aio(PolledGame, TcpProtocol):
         }
         if self.master:
             # A connected server does not leave because of a name that somebody may have forged
-            self.registry.check_name(fields["name"])
+            self.registry.check_rules(target.address, target.address, target.port, fields["name"])
         return fields
 
     def listed_server(self, target):
@@ -7673,7 +7653,7 @@ class Quake3(PolledGame, UdpProtocol):
             except Refused as refused:
                 refused.port = port
                 raise
-            self.record(source, port, "announced", now)
+            self.registry.record_outcome(source, self.game, port, "announced", now)
             gamename = self.gamenames_by_tag[tag]
         mac = self.cookie.make(self.proven_message(gamename, peer), now)
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
@@ -8549,7 +8529,8 @@ class Ddnet(Game):
         if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
             token = self.cookie.make(messages[0], now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
-            self.record(asked.source, asked.port, "challenged", now, str(asked.port))
+            self.registry.record_outcome(
+                asked.source, self.game, asked.port, "challenged", now, str(asked.port))
             return to_json({"status": "need_challenge"})
         registration = {"info": "", "serial": -1, "secret": asked.secret, "addresses": []}
         if server is not None:
@@ -8645,7 +8626,7 @@ class Ddnet(Game):
         self.list_server(server, {**registration, "addresses": ordered}, addresses, now)
         address.source, address.heard_at = asked.source, now
         address.replaced_secret = former_secret or address.replaced_secret
-        self.record(asked.source, asked.port, "listed", now)
+        self.registry.record_outcome(asked.source, self.game, asked.port, "listed", now)
 
     def list_server(self, server, registration, addresses, now):
         """List a server with this registration, or refresh it. Raise Refused.
@@ -8703,7 +8684,7 @@ class Ddnet(Game):
         if self.registration(server)["secret"] != asked.secret:
             raise Refused("owner", "Secret: %s is listed with another one" % asked.text)
         self.drop_addresses(server, [asked.text])
-        self.record(asked.source, asked.port, "stopped", now)
+        self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
 
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""

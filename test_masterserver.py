@@ -130,10 +130,11 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
-        protocol.record(peer[0], refused.port, refused.outcome, now, str(refused))
+        registry.record_outcome(
+            peer[0], protocol.game, refused.port, refused.outcome, now, str(refused))
         return []
     except ms.Malformed as error:
-        protocol.record(peer[0], 0, "bad packet", now, str(error))
+        registry.record_outcome(peer[0], protocol.game, 0, "bad packet", now, str(error))
         raise
 
 
