@@ -8497,9 +8497,9 @@ class Ddnet(Game):
     contact = Contact("DDNet servers, in autoexec_server.cfg",
                       "sv_register 1; sv_register_url http://%(page)s" + DDNET_REGISTER
                       + "; http_allow_insecure 1")
-    # The second is a dict of DdnetAddress objects by address. It changes without a change of the
-    # list
-    private = {"ddnet_registration": Private(NO_DETAILS, read_ddnet_registration),
+    # The second is a dict of DdnetAddress objects by address, which change without a change of the
+    # list. That of other masters' servers is empty
+    private = {"ddnet_registration": Private(None, read_ddnet_registration),
                "ddnet_addresses": Private(NO_DETAILS)}
     routes = {DDNET_SERVERS: Route("servers.json", "application/json; charset=utf-8")}
     requests = {"POST " + DDNET_REGISTER: "register"}
@@ -8681,6 +8681,12 @@ class Ddnet(Game):
         for text in registration["addresses"]:
             self.by_endpoint[ddnet_endpoint(text)] = server
 
+    @classmethod
+    def restored(cls, stored):
+        if "ddnet_registration" not in stored:
+            raise Malformed("ddnet_registration: missing")
+        return super().restored(stored)
+
     def resume(self, server):
         registration = self.registration(server)
         addresses = {text: DdnetAddress(server.source, server.last_seen)
@@ -8732,7 +8738,7 @@ class Ddnet(Game):
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
         if now >= self.prove_at:
-            self.prove_at = self.cookie.window_ends
+            self.prove_at = now + self.cookie.window_s - now % self.cookie.window_s
             # The tokens in the registrations that are repeated may become too old now
             self.registry.forget_fingerprints(self.game)
         self.large_bytes = Shares()
@@ -8765,20 +8771,19 @@ class Ddnet(Game):
 
     def lists(self):
         return {"servers.json": ServerList(
-            ddnet_entry, self.registration, lambda entries, now:
-            b'{"servers":[%s]}\n' % b",\n".join(entries))}
+            ddnet_entry,
+            join=lambda entries, now: b'{"servers":[%s]}\n' % b",\n".join(entries))}
 
     def facts(self, server):
-        return [("Addresses", ", ".join(self.registration(server).get("addresses", ())))]
+        return [("Addresses", ", ".join(self.registration(server)["addresses"]))]
 
     def player_names(self, server):
         """Return the names of the players and spectators, with their clans in parentheses."""
         names = []
-        if self.registration(server):
-            for client in json.loads(self.registration(server)["info"])["clients"]:
-                name = clean(client["name"])
-                clan = clean(client["clan"])
-                names.append("%s (%s)" % (name, clan) if clan else name)
+        for client in json.loads(self.registration(server)["info"])["clients"]:
+            name = clean(client["name"])
+            clan = clean(client["clan"])
+            names.append("%s (%s)" % (name, clan) if clan else name)
         return names
 
     def fetch(self):
