@@ -8230,8 +8230,8 @@ def luanti_attributes(announcement):
 
 DDNET_REGISTER = "/ddnet/15/register"       # 15 is the version of the registrations
 DDNET_SERVERS = "/ddnet/15/servers.json"
-DDNET_06 = "tw-0.6+udp"             # the protocol of Teeworlds 0.6, as an address begins
-DDNET_07 = "tw-0.7+udp"             # that of 0.7
+# The protocols of Teeworlds 0.6 and 0.7, as an address begins
+DDNET_06, DDNET_07 = "tw-0.6+udp", "tw-0.7+udp"
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
 DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
@@ -8477,9 +8477,9 @@ class Ddnet(Game):
     contact = Contact("DDNet servers, in autoexec_server.cfg",
                       "sv_register 1; sv_register_url http://%(page)s" + DDNET_REGISTER
                       + "; http_allow_insecure 1")
-    # The second is a dict of DdnetAddress objects by address. It changes without a change of the
-    # list
-    private = {"ddnet_registration": Private(NO_DETAILS, read_ddnet_registration),
+    # The second is a dict of DdnetAddress objects by address, which change without a change of the
+    # list. That of other masters' servers is empty
+    private = {"ddnet_registration": Private(None, read_ddnet_registration),
                "ddnet_addresses": Private(NO_DETAILS)}
     routes = {DDNET_SERVERS: Route("servers.json", "application/json; charset=utf-8")}
     requests = {"POST " + DDNET_REGISTER: "register"}
@@ -8503,7 +8503,7 @@ class Ddnet(Game):
         return server.private["ddnet_registration"]
 
     def listed(self, servers, key):
-        """Return the server that by_secret or by_endpoint has by this key, if it is still listed."""
+        """Return the server with this key in by_secret or by_endpoint, if it is still listed."""
         server = servers.get(key)
         return server if server is not None and self.registry.has(server) else None
 
@@ -8521,9 +8521,10 @@ class Ddnet(Game):
         server = self.listed(self.by_secret, asked.secret)
         self.check_request(asked, server)
         former_secrets = self.former_secrets(asked)
-        # A token proves that whoever has this Secret receives what is sent to this address, although
-        # a server with the former Secret was listed there. So a game server that is started again
-        # can take the place of its former life, and nobody can take it back with an older token
+        # A token proves that whoever has this Secret receives what is sent to this address,
+        # although a server with the former Secret was listed there. So a game server that is
+        # started again can take the place of its former life, and nobody can take it back with an
+        # older token
         messages = [" ".join((asked.source, asked.text, asked.secret, former)).encode()
                     for former in former_secrets]
         if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
@@ -8532,21 +8533,20 @@ class Ddnet(Game):
             self.registry.record_outcome(
                 asked.source, self.game, asked.port, "challenged", now, str(asked.port))
             return to_json({"status": "need_challenge"})
-        registration = {"info": "", "serial": -1, "secret": asked.secret, "addresses": []}
-        if server is not None:
-            registration = self.registration(server)
-        too_large = ""
+        registration = self.registration(server) if server else {"secret": asked.secret}
+        former_secret, *_ = former_secrets
         if request.body:                # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(request.body)
-            too_large = self.too_large(asked.source, server, info)
-            if not too_large:
-                registration = {**registration, "info": info, "serial": asked.serial}
-        elif asked.serial > registration["serial"]:
+            try:
+                self.check_size(asked.source, server, info)
+            except Refused:
+                if server is not None:      # it stays, with its old info
+                    self.list_address(asked, server, registration, former_secret, now)
+                raise
+            registration = {**registration, "info": info, "serial": asked.serial}
+        elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
-        if registration["info"]:        # a server that is listed stays, with its old info
-            self.list_address(asked, server, registration, former_secrets[0], now)
-        if too_large:
-            raise Refused("limit", too_large)
+        self.list_address(asked, server, registration, former_secret, now)
         if not request.body and not request.close_connection:       # else nothing is repeated
             server = self.by_endpoint[asked.endpoint]
             fingerprint = hash((request.head, request.peer_address))
@@ -8590,24 +8590,21 @@ class Ddnet(Game):
         addresses = server.private["ddnet_addresses"].values()
         return ["", *(address.replaced_secret for address in addresses)]
 
-    def too_large(self, source, server, info):
-        """Return why an info is too large together with those of other servers, or "".
+    def check_size(self, source, server, info):
+        """Raise Refused if an info is too large together with those of other servers.
 
         `server` is the listed server that it is of, or None."""
         more = ddnet_large_bytes(info)
         if server is not None:
             more -= ddnet_large_bytes(self.registration(server)["info"])
             source = server.source      # that of its first address, for which it counts
-        whose = ""
-        if more > 0 and self.large_bytes.total + more > DDNET_LARGE_BYTES:
-            whose = "all servers"
-        elif more > 0 and self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more):
-            whose = "" if self.rules.exempts(source) else "the servers of one address or network"
-        if whose:
-            return "the infos of %s are too large together; one of at most %d bytes is always " \
-                   "accepted" % (whose, DDNET_USUAL_BYTES)
+        is_full = self.large_bytes.total + more > DDNET_LARGE_BYTES or (
+            self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more)
+            and not self.rules.exempts(source))
+        if more > 0 and is_full:
+            raise Refused("limit", "infos: they are too large together; one of at most %d bytes is "
+                                   "always accepted" % DDNET_USUAL_BYTES)
         self.large_bytes.take(source, more)         # tick() counts exactly
-        return ""
 
     def list_address(self, asked, server, registration, former_secret, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
@@ -8665,6 +8662,12 @@ class Ddnet(Game):
         for text in registration["addresses"]:
             self.by_endpoint[ddnet_endpoint(text)] = server
 
+    @classmethod
+    def restored(cls, stored):
+        if "ddnet_registration" not in stored:
+            raise Malformed("ddnet_registration: missing")
+        return super().restored(stored)
+
     def resume(self, server):
         registration = self.registration(server)
         addresses = {text: DdnetAddress(server.source, server.last_seen)
@@ -8716,7 +8719,7 @@ class Ddnet(Game):
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
         if now >= self.prove_at:
-            self.prove_at = self.cookie.window_ends
+            self.prove_at = now + self.cookie.window_s - now % self.cookie.window_s
             # The tokens in the registrations that are repeated may become too old now
             self.registry.forget_fingerprints(self.game)
         self.large_bytes = Shares()
@@ -8749,20 +8752,19 @@ class Ddnet(Game):
 
     def lists(self):
         return {"servers.json": ServerList(
-            ddnet_entry, self.registration, lambda entries, now:
-            b'{"servers":[%s]}\n' % b",\n".join(entries))}
+            ddnet_entry,
+            join=lambda entries, now: b'{"servers":[%s]}\n' % b",\n".join(entries))}
 
     def facts(self, server):
-        return [("Addresses", ", ".join(self.registration(server).get("addresses", ())))]
+        return [("Addresses", ", ".join(self.registration(server)["addresses"]))]
 
     def player_names(self, server):
         """Return the names of the players and spectators, with their clans in parentheses."""
         names = []
-        if self.registration(server):
-            for client in json.loads(self.registration(server)["info"])["clients"]:
-                name = clean(client["name"])
-                clan = clean(client["clan"])
-                names.append("%s (%s)" % (name, clan) if clan else name)
+        for client in json.loads(self.registration(server)["info"])["clients"]:
+            name = clean(client["name"])
+            clan = clean(client["clan"])
+            names.append("%s (%s)" % (name, clan) if clan else name)
         return names
 
     def fetch(self):

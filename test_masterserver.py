@@ -9068,6 +9068,7 @@ class DdnetTest(WebCase):
                 ("secret", ("", None, "0" * 31, "0" * 33, "g" * 32, 5)),
                 ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], self.URLS[:1] * 5,
                                ["http://203.0.113.9:8399"], "tw", {"a": 1}))):
+            self.assertRaises(ms.Malformed, ms.Ddnet.restored, {})
             lacking = {key: right[key] for key in right if key != name}
             for wrong in (lacking, *({**right, name: value} for value in values)):
                 with self.subTest(wrong=wrong), self.assertRaises(ms.Malformed):
