@@ -771,56 +771,6 @@ SETTINGS_AFTER_GAMES = (
     Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
 
-# The readers and the settings of each game. They are to stand with the game's protocol
-
-# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too
-ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-~])?(?:-(\d+))?")
-
-
-def read_iceball_version(text):
-    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
-
-    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
-    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z."""
-    match = ICEBALL_VERSION_TEXT.fullmatch(text)
-    if not match:
-        raise ValueError("expected a version such as 0.2.1-37")
-    w_text, x_text, y_text, letter, z_text = match.groups("0")
-    w = int(w_text)
-    x = int(x_text)
-    y = int(y_text)
-    z = int(z_text)
-    letter_number = 0 if letter == "0" else ord(letter) - ord("a") + 1
-    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
-        raise ValueError("a part of the version is too large")
-    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
-
-
-ICEBALL_SETTINGS = (
-    Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
-    Setting("iceball.version", "0.2.1-37", read_iceball_version,
-            "The game's current version; players with an older one are told of the update."),
-    Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
-            "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
-    Setting("iceball.timeout", "120", number_reader(1, 86400, float),
-            "Seconds of silence after which a server is removed (the document says 120).",
-            live=False),
-)
-
-
-def read_known_hyperbol(text):
-    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
-    endpoint, *flavors = text.split()
-    host, port = read_endpoint(endpoint)
-    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
-
-
-HYPERBOL_SETTINGS = (
-    Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
-    Setting("hyperbol.servers", "", list_reader(read_known_hyperbol, "\n"),
-            "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: official)."),
-)
-
 SUBSPACE_SETTINGS = (
     Setting("subspace.port", "4990", read_port,
             "UDP port of the zone list; announcements and pings use the next port.", live=False),
@@ -4575,6 +4525,29 @@ ICEBALL_FIELDS = {
 }
 
 
+# w.x[.y][letter][-z]. The characters { to ~, which follow "z" in ASCII, count as letters too
+ICEBALL_VERSION_TEXT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?([a-~])?(?:-(\d+))?")
+
+
+def read_iceball_version(text):
+    """Return the number that Iceball sends for a version, such as 8421413 for "0.2.1-37".
+
+    A version is written w.x[.y][letter][-z]. From high to low, the number has 5 bits of w, 5 of x,
+    7 of y, 5 of the letter (1 for "a", 0 for none) and 10 of z."""
+    match = ICEBALL_VERSION_TEXT.fullmatch(text)
+    if not match:
+        raise ValueError("expected a version such as 0.2.1-37")
+    w_text, x_text, y_text, letter, z_text = match.groups("0")
+    w = int(w_text)
+    x = int(x_text)
+    y = int(y_text)
+    z = int(z_text)
+    letter_number = 0 if letter == "0" else ord(letter) - ord("a") + 1
+    if max(w, x) >= 1 << 5 or y >= 1 << 7 or z >= 1 << 10:
+        raise ValueError("a part of the version is too large")
+    return w << 27 | x << 22 | y << 15 | letter_number << 10 | z
+
+
 @functools.lru_cache(maxsize=256)
 def iceball_version_text(number):
     """Return a version number as text: 8421413 is "0.2.1-37".
@@ -4649,7 +4622,16 @@ class Iceball(Game, UdpProtocol):
 
     game = "iceball"
     title = "Iceball"
-    settings = ICEBALL_SETTINGS
+    settings = (
+        Setting("iceball.port", "27790", read_port, "UDP port for announcements.", live=False),
+        Setting("iceball.version", ICEBALL_VERSION, read_iceball_version,
+                "The game's current version; players with an older one are told of the update."),
+        Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
+                "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
+        Setting("iceball.timeout", "120", number_reader(1, 86400, float),
+                "Seconds of silence after which a server is removed (the document says 120).",
+                live=False),
+    )
     ports = (Port("udp"),)
     contact = Contact("Iceball servers, in svsave/pub/server.json",
                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]')
@@ -5096,6 +5078,13 @@ skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 HYPERBOL_XML_SILENT_SERVER = '<server ip="%(address)s" port="%(port)s" responding="0"/>\n'
 
 
+def read_hyperbol_server(text):
+    """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
+    endpoint, *flavors = text.split()
+    host, port = read_endpoint(endpoint)
+    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
+
+
 class Hyperbol(PolledGame, TcpProtocol):
     """Serves Hyperbol's list by TCP and queries its game servers by UDP.
 
@@ -5118,7 +5107,12 @@ class Hyperbol(PolledGame, TcpProtocol):
 
     game = "hyperbol"
     title = "Hyperbol"
-    settings = HYPERBOL_SETTINGS
+    settings = (
+        Setting("hyperbol.port", "20203", read_port, "TCP port of the list.", live=False),
+        Setting("hyperbol.servers", "", list_reader(read_hyperbol_server, "\n"),
+                "Known servers, one a line: ADDRESS:PORT FLAVOR (0: unofficial; others: "
+                "official)."),
+    )
     ports = (Port("tcp"),)
     master_port = 20203
     contact = Contact("Hyperbol servers", ANNOUNCE_COMMAND)
@@ -12220,7 +12214,7 @@ GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3, Ddnet)
 
 # All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
-    *SETTINGS_BEFORE_GAMES, *ICEBALL_SETTINGS, *HYPERBOL_SETTINGS, *SUBSPACE_SETTINGS,
+    *SETTINGS_BEFORE_GAMES, *Iceball.settings, *Hyperbol.settings, *SUBSPACE_SETTINGS,
     *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}

@@ -603,7 +603,7 @@ class SettingsTest(unittest.TestCase):
                 (ms.read_endpoint, "1.2.3.4:1 a.example:65535 [::1]:5",
                  "1.2.3.4:0 1.2.3.4:65536 1.2.3.4:x :5 1.2.3.4 2001:db8::1:5 [2001:db8::1:5 "
                  "2001:db8::1]:5 a:\u00b2"),
-                (ms.read_known_hyperbol, "1.2.3.4:1 1.2.3.4:1\t255",
+                (ms.read_hyperbol_server, "1.2.3.4:1 1.2.3.4:1\t255",
                  "1.2.3.4:1\t-1 1.2.3.4:1\t256 1.2.3.4:1\t1\t1"),
                 (ms.read_iceball_version, "31.31.127-1023 0.0 0.2a-4",
                  "32.1 0.32 0.2.128 0.2-1024 0 0.2ab 0.2A"),
