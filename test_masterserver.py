@@ -4674,6 +4674,7 @@ class Quake3World:
     # Datagrams of a list, their servers, and whether they are the last ones
     list_packets = (
         (list_answer, [("203.0.113.9", 36960)], True),
+        (QUAKE3_LIST_HEAD + b"\\" + hexa("454f5400 0001"), [("69.79.84.0", 1)], False),
         (QUAKE3_EXT_HEAD + QUAKE3_EOT, [], True),
         (QUAKE3_LIST_HEAD, [], False),
         (QUAKE3_EXT_HEAD + b"\\" + hexa("7f000001 9060") + b"/"
@@ -4793,29 +4794,21 @@ class Quake3Test(unittest.TestCase):
         for data, servers, is_last in self.world.list_packets:
             found = [{"address": address, "port": port} for address, port in servers]
             self.assertEqual(ms.read_quake3_packet(data), (found, is_last))
-        long = self.world.list_packets[3][0]
+        *_, (long, _, _) = self.world.list_packets
         for wrong in (b"", OUT, long[1:], long[:-1], long[:-18], long + b"x", long + b"\\EOT"):
             self.assertRaises(ms.Malformed, ms.read_quake3_packet, wrong)
 
-        def fetch(*replies):
-            conversation = ms.Quake3().fetch("Xonotic", "3")
-            sent = [conversation.send(None)]
-            try:
-                for reply in replies:
-                    sent.append(conversation.send(reply))
-            except StopIteration as stop:
-                return sent, stop.value
-            self.fail("it goes on")
-        first, last = long, self.world.list_answer
-        sent, servers = fetch(None, first, last)
         question = OUT + b"getserversExt Xonotic 3 empty full"
-        self.assertEqual([step.data for step in sent], [question, question, b""])
+        sent, servers = converse(ms.Quake3().fetch("Xonotic", "3"), None, long,
+                                 self.world.list_answer)
+        self.assertEqual([(step.data, step.wait_s) for step in sent],
+                         [(question, 2.0), (question, 2.0), (b"", ms.LIST_S)])
         self.assertEqual([server["port"] for server in servers], [36960, 10, 36960])
-        for replies in [None] * 3, [first, None]:
-            self.assertRaises(TimeoutError, fetch, *replies)
-        self.assertRaises(ms.Malformed, fetch, first, b"x")
-        with mock.patch.object(ms, "LIST_SERVERS", 3):
-            self.assertRaises(ms.Malformed, fetch, first, first)
+        for error, *replies in (
+                (TimeoutError, None, None, None), (TimeoutError, long, None),
+                (ms.Malformed, long, b"x"), (ms.Malformed, *[long] * 5)):
+            with mock.patch.object(ms, "LIST_SERVERS", 9), self.assertRaises(error):
+                converse(ms.Quake3().fetch(), *replies)
 
     def test_fields(self):
         for number, (changed, name, value) in enumerate((
@@ -4954,17 +4947,6 @@ class Quake3Test(unittest.TestCase):
                                  (game, "oa_dm1", {("changed", server)}), (tag, forged))
                 self.registry.remove_own(server)
 
-    def test_a_server_that_becomes_another_game(self):
-        self.shake(b"QuakeArena-1", gamename=None, protocol=b"99")
-        for now, told, game in (
-                (10.0, {"gamename": b"Xonotic"}, "xonotic"),
-                (20.0, {"gamename": None, "protocol": b"99"}, "xonotic"),       # none is told
-                (30.0, {"gamename": None, "protocol": b"60"}, "wolfmp"),
-                (40.0, {"gamename": b"Quake3Arena", "protocol": b"71"}, "openarena")):
-            self.poll([now], lambda challenge: info(challenge, **told))
-            self.shake(b"EnemyTerritory-1", now + 2.0, **told)
-            self.assertEqual([server.game for server in self.registry.servers()], [game])
-
     def test_anonymous_is_every_game_of_a_tag_whatever_tag_came(self):
         for port, (tag, gamename) in enumerate((
                 (b"DarkPlaces", b"Quake3Arena"), (b"QuakeArena-1", b"wolfmp"),
@@ -5002,18 +4984,13 @@ class Quake3Test(unittest.TestCase):
             self.assertEqual((target.missed, self.registry.total), (0, 1))
 
     def test_servers_that_cannot_be_listed_are_not_queried(self):
-        for settings, listed, why in (
-                ({"bans.203.0.113.0/24": "cheats"}, (), "banned: cheats"),
-                ({"limits__servers": "1"}, ("198.51.100.1",),
-                 "limit: this master lists at most 1 servers"),
-                ({"limits__servers_per_source": "1"}, ("203.0.113.9",),
-                 "limit: at most 1 servers of one address are listed")):
-            self.start(**settings)
-            for address in listed:
-                self.shake(place=(address, 1))
-            self.assertEqual(self.send(HEARTBEAT), why)
-            for address in listed:                          # who is listed, is asked
-                self.assertEqual(len(self.send(HEARTBEAT, 50.0, (address, 1))), 1)
+        self.start(limits__servers_per_source="1", **{"bans.203.0.113.0/24": "cheats"})
+        self.shake(place=("198.51.100.1", 1))
+        for place, why in (
+                (self.place, "banned: cheats"),
+                (("198.51.100.1", 2), "limit: at most 1 servers of one address are listed")):
+            self.assertEqual(self.send(HEARTBEAT, 0.0, place), why)
+        self.assertEqual(len(self.send(HEARTBEAT, 50.0, ("198.51.100.1", 1))), 1)
 
     def test_only_the_right_challenge_from_the_same_place_in_time(self):
         good = info(self.challenge(now=10.0))
@@ -5036,14 +5013,19 @@ class Quake3Test(unittest.TestCase):
         generation = self.registry.generation
         self.assertIs(self.shake(now=300.0), server)
         self.assertEqual((server.last_seen, self.registry.generation), (300.0, generation))
-        self.shake(now=310.0, clients=b"5")
-        self.assertEqual((server.players, server.last_seen), (5, 310.0))
-        other = self.shake(b"DarkPlaces", 320.0, gamename=b"Xonotic", protocol=b"3")
-        self.assertEqual((self.registry.servers(), other.game), ([other], "xonotic"))
-        for now, total in ((1219.9, 1), (1220.0, 0)):
+        for now, told, game in (                            # by a poll, then by a heartbeat
+                (310.0, {"gamename": b"Xonotic"}, "xonotic"),
+                (320.0, {"gamename": None, "protocol": b"99"}, "xonotic"),      # none is told
+                (330.0, {"gamename": None, "protocol": b"60", "clients": b"5"}, "wolfmp"),
+                (340.0, {"gamename": b"Quake3Arena", "protocol": b"71"}, "openarena")):
+            self.poll([now], lambda challenge: info(challenge, **told))
+            self.shake(b"EnemyTerritory-1", now + 2.0, **told)
+            server, = self.registry.servers()
+            self.assertEqual((server.game, server.players), (game, 5 if "clients" in told else 0))
+        for now, total in ((1241.9, 1), (1242.0, 0)):
             self.registry.expire(now)
             self.assertEqual(self.registry.total, total)
-        self.poll([1221])
+        self.poll([1243])
         self.assertEqual((self.poller.targets, self.registry.titles), ({}, {}))
 
     def test_polls(self):
@@ -5083,17 +5065,6 @@ class Quake3Test(unittest.TestCase):
         self.send(info(self.challenge(now=130.0)), 130.0)   # or its own answer comes first
         self.poll(range(131, 136))
         self.assertEqual(self.registry.servers(), [server])
-
-    def test_one_address_for_two_sources(self):
-        self.start(**{"address_map.10.0.0.1": "203.0.113.9"})
-        server = self.shake()
-        inside = "10.0.0.1", 36960
-        self.assertIs(self.shake(place=inside, now=1.0, clients=b"2"), server)
-        for second in range(2, 120):
-            for query, place in self.poller.tick(float(second)):
-                if place == inside:
-                    self.poller.datagram(info(query[12:]), place, second + 0.1)
-        self.assertEqual((self.registry.servers(), len(self.poller.targets)), ([server], 1))
 
     def test_a_restored_server_is_polled(self):
         rooms = {"quake3": ms.Quake3}
@@ -5163,20 +5134,19 @@ class Quake3Test(unittest.TestCase):
         self.registry.remove_own(self.registry.servers()[0])
         self.assertEqual(len(self.ask(b"getservers 71", 10.0)), 999)
 
-    def test_requests_over_a_limit_are_counted(self):
+    def test_requests_over_a_limit(self):
+        """A source gets a few lists, and then one now and then; all together get so many bytes."""
         question, asker = OUT + b"getservers 71", ("192.0.2.1", 5)
-        for limits, answered in (
-                ({}, 5), ({"limits__requests": "5/9"}, 2),  # which is less than a question costs
-                ({"limits__requests": "1/1"}, 2)):
+        for limits, answered, later in (
+                ({}, 5, 29), ({"limits__requests": "5/9"}, 2, 33),
+                ({"limits__requests": "1/1"}, 2, 59)):
             self.start(**limits)
-            for _ in range(answered):
-                self.assertEqual(len(self.send(question, 1.0, asker)), 1, limits)
-            self.assertEqual(self.send(question, 1.0, asker), "Limited: ")
-        self.start()                        # a source gets a few lists, and then one now and then
-        answers = [self.send(question, second / 10, asker) != "Limited: " for second in range(300)]
-        self.assertEqual((answers[:6], 30 <= sum(answers) <= 36), ([True] * 5 + [False], True))
+            answers = [self.send(question, second / 10, asker) != "Limited: "
+                       for second in range(300)]
+            self.assertEqual(answers[:answered + 1], [True] * answered + [False], limits)
+            self.assertAlmostEqual(sum(answers[answered:]), later, delta=2)
         self.start(quake3__tags="Q = Quake3Arena")
-        _, most = ms.SURPLUS_BYTES                          # all of them together have used it up
+        _, most = ms.SURPLUS_BYTES
         self.registry.rules.allow_surplus("quake3", "192.0.2.9", most, 1.0)
         for data in question, OUT + b"heartbeat Q\n":
             self.assertEqual(self.send(data, 1.0, asker), "Limited: ")
@@ -13814,22 +13784,6 @@ class ClientTools(unittest.TestCase):
                 FakeServer(lambda data: [packet] * 3) as server:
             self.assertIn("more than 2 servers", self.failing(
                 "list", server.place, "--game", "quake3"))
-
-    def test_datagrams_of_a_quake3_list(self) -> None:
-        one, six = b"\\" + hexa("454f5400 0001"), b"/" + bytes(15) + hexa("01 5c2f")
-        rows = [{"address": "69.79.84.0", "port": 1}, {"address": "::1", "port": 23599}]
-        for data, servers, complete in (
-                (QUAKE3_LIST_HEAD, [], False), (QUAKE3_EXT_HEAD + QUAKE3_EOT, [], True),
-                (QUAKE3_LIST_HEAD + one + QUAKE3_EOT, rows[:1], True),
-                (QUAKE3_EXT_HEAD + one + six, rows, False),
-                (QUAKE3_EXT_HEAD + six + one + QUAKE3_EOT, rows[::-1], True)):
-            self.assertEqual(ms.quake3_list_part(data), (servers, complete), data)
-            for end in range(len(data)):
-                with contextlib.suppress(ms.Malformed):
-                    ms.quake3_list_part(data[:end])
-        for data in (b"", OUT + b"getserversExt Xonotic 3", QUAKE3_EXT_HEAD + b"\n" + one,
-                     QUAKE3_EXT_HEAD + one[:-1], QUAKE3_EXT_HEAD + six + b"\\EOT"):
-            self.assertRaises(ms.Malformed, ms.quake3_list_part, data)
 
     def test_a_quake3_list_that_never_ends(self) -> None:
         """Datagram after datagram, each in time, for longer than any list takes."""
