@@ -3477,80 +3477,35 @@ def received_until_closed(question, most_bytes=LIST_BYTES):
     return received
 
 
-# A value in a list in JSON may have this length. The longest entries are DDNet's, with 100 kB
+# A value in a list in JSON may have this length. The longest entries are DDNet's, with 32 kB
 JSON_VALUE_CHARACTERS = 1 << 17
-JSON_MEMBERS = 100                  # of the object that has the list; Luanti's has 3, others 4
 JSON_DECODER = json.JSONDecoder()
 # More blanks in a row are an error, because one call that skips megabytes takes too long
 JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
 
 
 def json_array(text, name):
-    """Yield the values of the array that the JSON object in this text has as its member `name`.
+    """Yield the values of the first array in a text of JSON that is a member called `name`.
 
-    Raise ValueError if there is none among the first JSON_MEMBERS members, or if it has more than
-    LIST_SERVERS values. What follows the array is not read."""
-    position = after_mark(text, 0, "{")
-    for _ in range(JSON_MEMBERS):
-        member, position = json_value(text, position)
-        position = after_mark(text, position, ":")
-        if member == name:
-            yield from json_elements(text, position)
-            return
-        _, position = json_value(text, position)
-        position = after_mark(text, position, ",")
-    raise ValueError("more than %d members" % JSON_MEMBERS)
-
-
-def json_elements(text, position):
-    """Yield the values of the JSON array that begins at this position in a text.
-
-    Raise ValueError if it is not an array, or if it has more than LIST_SERVERS values."""
-    position = after_mark(text, position, "[")
-    count = 0
-    mark, _ = next_mark(text, position)
-    while mark != "]":
-        value, position = json_value(text, position)
-        yield value
-        count += 1
-        if count > LIST_SERVERS:
-            raise ValueError("more than %d servers" % LIST_SERVERS)
-        mark, after_comma = next_mark(text, position)
-        if mark not in ("]", ","):
+    Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
+    array is not read."""
+    head = re.search(r'"%s"[ \t\r\n]{0,99}:[ \t\r\n]{0,99}\[' % name, text)
+    if not head:
+        raise ValueError("no array %s" % name)
+    mark, position = ",", JSON_BLANKS.match(text, head.end()).end()
+    if text.startswith("]", position):
+        return
+    for _ in range(LIST_SERVERS):
+        if mark != ",":
             raise ValueError("no comma at character %d" % position)
-        position = after_comma
-
-
-def json_value(text, position):
-    """Return the JSON value that begins at this position in a text, and the position after it.
-
-    Raise ValueError if there is none, or if it is longer than JSON_VALUE_CHARACTERS."""
-    start = after_blanks(text, position)
-    value, length = JSON_DECODER.raw_decode(text[start:start + JSON_VALUE_CHARACTERS])
-    return value, start + length
-
-
-def next_mark(text, position):
-    """Return the next character of a text that is not blank, and the position after it.
-
-    The character is "" at the end of the text."""
-    start = after_blanks(text, position)
-    return text[start:start + 1], start + 1
-
-
-def after_blanks(text, position):
-    """Return the position of the next character of a text that is not blank."""
-    blanks = JSON_BLANKS.match(text, position)
-    return blanks.end() if blanks else position         # it matches always, perhaps an empty text
-
-
-def after_mark(text, position, expected):
-    """Return the position after the next mark of a text. Raise ValueError if it is not the expected
-    one."""
-    mark, following = next_mark(text, position)
-    if mark != expected:
-        raise ValueError("no %s at character %d" % (expected, position))
-    return following
+        value, length = JSON_DECODER.raw_decode(text[position:position + JSON_VALUE_CHARACTERS])
+        yield value
+        position = JSON_BLANKS.match(text, position + length).end()
+        mark = text[position:position + 1]
+        if mark == "]":
+            return
+        position = JSON_BLANKS.match(text, position + 1).end()
+    raise ValueError("more than %d servers" % LIST_SERVERS)
 
 
 def fetched_json(path, name):
