@@ -779,14 +779,6 @@ SUBSPACE_SETTINGS = (
 )
 
 
-LUANTI_SETTINGS = (
-    Setting("luanti.enabled", "yes", read_flag,
-            "List the Luanti servers that announce themselves on the ports of [http].",
-            live=False),
-    Setting("luanti.timeout", "330", number_reader(1, 86400),
-            "Seconds after its last announcement until a server is removed; one comes every 300."),
-)
-
 # All settings by name, in the order of the ini. Section 10 fills this table
 SETTINGS: Dict[str, Setting] = {}
 # Settings of earlier versions. An ini that still has one of them causes a warning
@@ -7745,13 +7737,8 @@ class Quake3(PolledGame, UdpProtocol):
 
 LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
-LUANTI_PROBE_ANSWER = re.compile(rb"OEt\x03\0\x01.{5}\x01(?P<peer>..)", re.S)
-LUANTI_GOODBYE = b"\0\0\3"          # ends a goodbye, after the id and the peer's number
-LUANTI_ADDRESS_CHARACTERS = 250     # a host name has at most 253, with its final dot (RFC 1035)
-LUANTI_NUMBER_CHARACTERS = 32       # 17 digits are enough, and int() is slow with 10,000
-# Only this many names of a list are read. Few servers have 500 mods
-LUANTI_NAMES = 500
-LUANTI_NAME_CHARACTERS = 32         # players' names have up to 20, names of mods rarely 30
+LUANTI_ANSWER = Form("<6s 5x c 2s", "head kind peer", head=LUANTI_ID + b"\0\1", kind=b"\1")
+LUANTI_GOODBYE = Form("<4s 2s 3s", "id peer kind", id=LUANTI_ID, kind=b"\0\0\3")
 # Each list of names is cut to this many bytes of JSON, because every client fetches it with the
 # list of servers. There is room for 180 players with the longest names, and for 500 mods with names
 # of usual length. The official master allows 8 kB for the whole announcement
@@ -7759,7 +7746,6 @@ LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
 def read_luanti_text(text):
-    """Return a text cleaned and cut to TEXT_CHARACTERS."""
     return clean(text, TEXT_CHARACTERS)
 
 
@@ -7768,112 +7754,148 @@ def read_luanti_address(text):
 
     It is an IP address, a host name with a dot, or "" for the address that the server announces
     from. Raise ValueError for anything else."""
-    if not isinstance(text, str) or len(text) > LUANTI_ADDRESS_CHARACTERS:
+    # A host name has at most 253 characters, with its final dot (RFC 1035)
+    if not isinstance(text, str) or len(text) > 250:
         raise ValueError("not a text, or too long")
-    if text == "":
-        return text
-    is_ipv6 = ":" in text
-    if is_ipv6:
+    if ":" in text:
         if "%" in text:
             raise ValueError("a scope means nothing to players")
         # This raises ValueError for anything else, also for a host name with a port
         ipaddress.IPv6Address(text)
-        return text
-    is_visible_ascii = all("!" <= character <= "~" for character in text)
-    if not is_visible_ascii:
+    elif not all("!" <= character <= "~" for character in text):
         raise ValueError("a blank, or a letter beyond ASCII")
     # A dot at the beginning does not count, because no host name begins with one
-    if "." not in text[1:]:
+    elif text and "." not in text[1:]:
         raise ValueError("no dot")
     return text
 
 
 def read_luanti_names(names):
-    """Return the first LUANTI_NAMES names of a list, cleaned and without repetitions.
-
-    Raise TypeError or AttributeError if `names` is not a list of texts."""
+    """Return the first 500 names of a list, cleaned and without repetitions. Few servers have 500
+    mods."""
     if not isinstance(names, list):
         raise TypeError("not a list")
-    first_ones = names[:LUANTI_NAMES]
-    cleaned = [clean(name, LUANTI_NAME_CHARACTERS) for name in first_ones]
-    # A dict has each key once and keeps the order of its keys
-    unique_names = dict.fromkeys(cleaned)
-    return list(unique_names)
+    # Players' names have up to 20 characters, names of mods rarely 30
+    return list(dict.fromkeys(clean(name, 32) for name in names[:500]))
 
 
 def luanti_number_reader(high, kind=int):
-    """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float.
-
-    The function raises ValueError if the text is not such a number, or has more than
-    LUANTI_NUMBER_CHARACTERS."""
+    """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float."""
     read_number_of_any_length = number_reader(0, high, kind)
 
     def read(text):
-        if len(text) > LUANTI_NUMBER_CHARACTERS:
+        if len(text) > 32:          # 17 digits are enough, and int() is slow with 10,000
             raise ValueError("too long for a number")
         return read_number_of_any_length(text)
 
     return read
 
 
-class LuantiField(NamedTuple):
-    """A field that an announcement may have.
-
-    `read` takes the announced value, a text or a list, and returns it cleaned. It raises
-    ValueError, TypeError or AttributeError for a wrong value. `expected` describes a right value;
-    the answer to a wrong announcement quotes it."""
-
-    name: str
-    read: Callable[[Any], Any]
-    expected: str
-    is_required: bool = False
-
-
-EXPECTED_TEXT = "a text"
-EXPECTED_TEXTS = "a list of texts"
-EXPECTED_FLAG = "true or false"
-EXPECTED_NUMBER = "a number, 0 or more"
-EXPECTED_ADDRESS = ("a name with a dot in it or an IP address; without a port, blanks or letters "
-                    "beyond ASCII")
-read_luanti_count = luanti_number_reader(10**15)
-read_luanti_fraction = luanti_number_reader(10**6, float)
-LUANTI_FIELDS = (
-    LuantiField("name", clean, EXPECTED_TEXT, is_required=True),
-    LuantiField("gameid", clean, EXPECTED_TEXT, is_required=True),
-    LuantiField("mapgen", clean, EXPECTED_TEXT),
-    LuantiField("version", clean, EXPECTED_TEXT, is_required=True),
-    LuantiField("description", read_luanti_text, EXPECTED_TEXT, is_required=True),
-    LuantiField("privs", read_luanti_text, EXPECTED_TEXT),
-    LuantiField("url", read_luanti_text, EXPECTED_TEXT),
-    LuantiField("address", read_luanti_address, EXPECTED_ADDRESS),
-    LuantiField("clients_list", read_luanti_names, EXPECTED_TEXTS),
-    LuantiField("mods", read_luanti_names, EXPECTED_TEXTS),
-    LuantiField("creative", read_flag, EXPECTED_FLAG),
-    LuantiField("damage", read_flag, EXPECTED_FLAG),
-    LuantiField("pvp", read_flag, EXPECTED_FLAG),
-    LuantiField("password", read_flag, EXPECTED_FLAG),
-    LuantiField("dedicated", read_flag, EXPECTED_FLAG),
-    LuantiField("rollback", read_flag, EXPECTED_FLAG),
-    LuantiField("can_see_far_names", read_flag, EXPECTED_FLAG),
-    LuantiField("clients", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("clients_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("uptime", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("game_time", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("proto_min", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("proto_max", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("lag", read_luanti_fraction, EXPECTED_NUMBER),
+LUANTI_TEXT = read_luanti_text, "a text"
+LUANTI_WORD = clean, "a text"
+LUANTI_NAMES = read_luanti_names, "a list of texts"
+LUANTI_FLAG = read_flag, "true or false"
+LUANTI_COUNT = luanti_number_reader(10**15), "a number, 0 or more"
+LUANTI_FRACTION = luanti_number_reader(10**6, float), "a number, 0 or more"
+LUANTI_ADDRESS = read_luanti_address, (
+    "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII")
+# The fields of an announcement, and whether each is required. The reader takes the announced value,
+# a text or a list, and returns it cleaned; it raises ValueError, TypeError or AttributeError for a
+# wrong value. The answer to a wrong announcement quotes what is expected
+LUANTI_FIELDS = {
+    "name": (*LUANTI_WORD, True),
+    "gameid": (*LUANTI_WORD, True),
+    "mapgen": (*LUANTI_WORD, False),
+    "version": (*LUANTI_WORD, True),
+    "description": (*LUANTI_TEXT, True),
+    "privs": (*LUANTI_TEXT, False),
+    "url": (*LUANTI_TEXT, False),
+    "address": (*LUANTI_ADDRESS, False),
+    "clients_list": (*LUANTI_NAMES, False),
+    "mods": (*LUANTI_NAMES, False),
+    "creative": (*LUANTI_FLAG, False),
+    "damage": (*LUANTI_FLAG, False),
+    "pvp": (*LUANTI_FLAG, False),
+    "password": (*LUANTI_FLAG, False),
+    "dedicated": (*LUANTI_FLAG, False),
+    "rollback": (*LUANTI_FLAG, False),
+    "can_see_far_names": (*LUANTI_FLAG, False),
+    "clients": (*LUANTI_COUNT, True),
+    "clients_max": (*LUANTI_COUNT, True),
+    "uptime": (*LUANTI_COUNT, True),
+    "game_time": (*LUANTI_COUNT, True),
+    "proto_min": (*LUANTI_COUNT, True),
+    "proto_max": (*LUANTI_COUNT, True),
+    "lag": (*LUANTI_FRACTION, False),
     # The master computes the last three: the most clients that the server has announced, the number
     # of its announcements, and the mean of the announced clients
-    LuantiField("clients_top", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("updates", read_luanti_count, EXPECTED_NUMBER, is_required=True),
-    LuantiField("pop_v", read_luanti_fraction, EXPECTED_NUMBER, is_required=True),
-)
-LUANTI_COMPUTED = "clients_top", "updates", "pop_v"
-# The true-or-false fields that a server's page shows as its flags
-LUANTI_FLAGS = "creative", "damage", "pvp", "password"
+    "clients_top": (*LUANTI_COUNT, True),
+    "updates": (*LUANTI_COUNT, True),
+    "pop_v": (*LUANTI_FRACTION, True),
+}
+LUANTI_COMPUTED = {"clients_top": 0, "updates": 0, "pop_v": 0}
 
 
-class Luanti(TcpProtocol, PolledGame):
+def read_luanti_fields(values):
+    """Return those of an announcement's values that are LUANTI_FIELDS, checked and cleaned.
+
+    `values` is a dict that has been received, or stored by an earlier run of the program. Raise
+    Refused if a required field is missing or a value is wrong."""
+    fields = {}
+    for name, (read, expected, is_required) in LUANTI_FIELDS.items():
+        if name not in values and not is_required:
+            continue
+        value = values.get(name)
+        if isinstance(value, (int, float)):
+            value = str(value)          # old servers send numbers and flags as texts
+        try:
+            fields[name] = read(value)
+        except (ValueError, TypeError, AttributeError):
+            raise Refused("bad packet", "%s: expected %s" % (name, expected)) from None
+    if fields["proto_min"] > fields["proto_max"]:
+        raise Refused("bad packet", "proto_min is above proto_max")
+    # The count and the list may contradict each other; then the list is right
+    if "clients_list" in fields:
+        fields["clients"] = len(fields["clients_list"])
+    for name, max_bytes in LUANTI_LIST_BYTES.items():
+        if name in fields:
+            fields[name] = first_names(fields[name], max_bytes)
+    # Clients open this link, so it must not have another scheme, such as "javascript:"
+    if not re.match("https?://", fields.get("url", "")):
+        fields.pop("url", None)
+    return fields
+
+
+def first_names(names, max_bytes):
+    """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
+    total_bytes = 0
+    for position, name in enumerate(names):
+        # In JSON a backslash precedes each of these two characters
+        escape_bytes = name.count('"') + name.count("\\")
+        total_bytes += len(name.encode()) + escape_bytes + len('"",')
+        if total_bytes > max_bytes:
+            return names[:position]
+    return names
+
+
+def luanti_attributes(announcement):
+    """Return the attributes of Server with which a complete announcement is listed."""
+    flags = [flag for flag in ("creative", "damage", "pvp", "password") if announcement.get(flag)]
+    return {
+        "private": {"luanti_announcement": announcement},
+        "verified": "query",
+        "name": announcement["name"],
+        "mode": announcement["gameid"],
+        "map": announcement.get("mapgen", ""),
+        "version": announcement["version"],
+        "description": announcement["description"],
+        "players": announcement["clients"],
+        "max_players": clamp(announcement["clients_max"]),
+        "details": {"flags": ", ".join(flags)},
+    }
+
+
+class Luanti(PolledGame):
     """Luanti, formerly Minetest, as captured from minetestserver 5.6.1. The rules for announcements
     are those of the official master.
 
@@ -7894,285 +7916,217 @@ class Luanti(TcpProtocol, PolledGame):
     somebody who forges a game server's address can pretend that it is there."""
 
     game = "luanti"
+    title = "Luanti"
+    settings = (
+        Setting("luanti.enabled", "yes", read_flag,
+                "List the Luanti servers that announce themselves on the ports of [http].",
+                live=False),
+        Setting("luanti.timeout", "330", number_reader(1, 86400),
+                "Seconds after its last announcement until a server is removed; one comes every "
+                "300."),
+    )
+    switch = "luanti.enabled"
+    contact = Contact("Luanti servers, in minetest.conf",
+                      "server_announce = true, and serverlist_url = http://%(page)s")
+    private = {"luanti_announcement": Private(NO_DETAILS, read_luanti_fields)}
+    routes = {"/list": Route("list", "application/json; charset=utf-8")}
+    requests = {"GET /geoip": "geoip"}
+    announced_by_http = True
+    announced_over = ""
+    fetched_over = "http"
+    answer_lifetime_s = None            # its last announcement says how long it stays
 
-    def __init__(self, core):
-        """Begin without announcements. `core` is the program's Core."""
-        super().__init__(core)
-        if not core.settings["luanti.enabled"]:
-            # PolledGame's constructor has allowed announcements by HTTP
-            del core.rooms[self.game]
+    def __init__(self, master=None):
         # The announcements whose address for players is being looked up, by source and port. The
         # limit for look-ups limits their number, too
         self.being_looked_up = {}
+        super().__init__(master)
 
-    def serves(self, server):
-        """Return whether this server can announce itself by HTTP on one of our ports."""
-        settings = self.core.settings
-        if server.game != self.game or not settings["luanti.enabled"]:
-            return False
-        return bool(settings["http.ports"] or settings["http.https_ports"])
+    def read(self, settings):
+        super().read(settings)
+        self.timeout = settings["luanti.timeout"]
 
-    def on_http_announcement(self, source, port, fields, now):
-        """Handle a "start" or an "update" from the game server at this address and port.
+    def is_on(self, settings):
+        has_ports = bool(settings["http.ports"] or settings["http.https_ports"])
+        return has_ports and super().is_on(settings)
+
+    # Announcements
+
+    def announced(self, source, port, fields, now):
+        """Take a "start" or an "update" from a game server, and return the HttpAnswer.
 
         `fields` are the values of the JSON object in the announcement. A start describes the whole
-        server. An update omits some fields, whose values stay as they are. Raise Refused if the
-        announcement is wrong or the server may not be listed."""
-        action = fields.get("action")
+        server. An update omits some fields, whose values stay as they are. The game server writes
+        the text of the answer into its log. So if its last announcement failed, the answer says
+        why."""
         # The web server has handled a "delete" already
-        if action not in ("start", "update"):
+        if fields.get("action") not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
+        last_outcome = self.registry.outcome(source, self.game, port)
         previous = NO_DETAILS
-        if action == "update":
-            previous = self.listed_announcement(source, port)
-        announcement = completed_luanti_announcement(fields, previous)
+        server = self.registry.get(self.game, self.rules.listed_address(source), port)
+        if fields["action"] == "update" and server is not None and not server.found_at:
+            previous = self.announcement_of(server)
+        announcement = self.completed(fields, previous)
         address = announcement.get("address")
-        is_same_address = address == previous.get("address")
-        if previous and is_same_address:
+        if previous and address == previous.get("address"):
             # The server has proven this address before
-            self.refresh(source, port, announcement, now)
+            self.list_own(source, port, luanti_attributes(announcement), now, self.timeout)
+            # An older announcement would otherwise replace this one when its result comes
+            self.forget_waiting(source, port)
         elif address:
-            self.look_up_address(source, port, announcement, now)
+            self.look_up(source, port, announcement, now)
         else:
             self.query_announced(source, port, announcement, now)
+        if last_outcome and last_outcome.outcome in ("silent", "address"):
+            return HttpAnswer(409, b"Request has been filed. So far it was not listed: %s. The "
+                                   b"page /check tells what to do.\n" % last_outcome.detail.encode())
+        return HttpAnswer(202, b"Request has been filed.\n")
 
-    def listed_announcement(self, source, port):
-        """Return the announcement with which this game server is listed.
+    @staticmethod
+    def completed(fields, previous):
+        """Return a complete announcement: a dict by the names of LUANTI_FIELDS, checked and
+        cleaned.
 
-        It is a dict by the names of LUANTI_FIELDS; it is empty if the server is not listed, or has
-        not announced itself yet because it was found in another list."""
-        address = self.rules.listed_address(source)
-        server = self.registry.get(self.game, address, port)
-        if server is None or server.found_at:
-            return NO_DETAILS
-        return server.luanti_announcement
-
-    def refresh(self, source, port, announcement, now):
-        """Refresh a listed server with this announcement, without querying it.
-
-        Raise Refused if the server may not be listed any more."""
-        address = self.rules.listed_address(source)
-        key = self.game, address, port
-        lifetime = self.core.settings["luanti.timeout"]
-        attributes = luanti_attributes(announcement)
-        self.registry.list_or_refresh(key, source, now, lifetime, attributes)
-        self.record_outcome(source, port, "listed", now)
-        # An older announcement would otherwise replace this one when its result comes
-        self.forget_waiting(source, port)
+        Fields that the announced ones lack are taken from `previous`, the server's last
+        announcement, which is empty if there is none."""
+        merged = {**previous, **fields}
+        for name, first_value in LUANTI_COMPUTED.items():       # a server cannot set them itself
+            merged[name] = previous.get(name, first_value)
+        announcement = read_luanti_fields(merged)
+        clients, mean = announcement["clients"], announcement["pop_v"]
+        announcement["clients_top"] = max(clients, announcement["clients_top"])
+        announcement["updates"] += 1
+        # The mean of all announcements so far, of which this one is the last
+        announcement["pop_v"] = mean + (clients - mean) / announcement["updates"]
+        return announcement
 
     def forget_waiting(self, source, port):
         """Forget the announcement of this server that waits for a look-up or an answer, if any."""
         self.being_looked_up.pop((source, port), None)
         target = self.poller.find(self, source, port)
         if target is not None:
-            target.querier_data = None
+            target.announcement = None
 
-    def look_up_address(self, source, port, announcement, now):
-        """Start to look up the announced address for players; on_address_found() gets the result.
-
-        Raise Refused if the server may not be listed, or if too many look-ups are under way."""
-        name = announcement["name"]
-        self.check_newcomer(source, port, name)
-        host = announcement["address"]
-        # If the host has several addresses, this one is preferred
-        preferred_address = self.rules.listed_address(source)
-        done = functools.partial(self.on_address_found, source, port, announcement)
-        self.core.resolve(host, done, source, preferred_address)
+    def look_up(self, source, port, announcement, now):
+        """Look up the announced address for players. on_address() gets the result."""
+        target = self.poller.find(self, source, port)
+        self.check_newcomer(source, port, announcement["name"], target)
+        done = functools.partial(self.on_address, source, port, announcement)
+        # Of several addresses, the one at which the server is listed is preferred
+        self.master.resolve(
+            announcement["address"], done, source, self.rules.listed_address(source))
         self.being_looked_up[source, port] = announcement
-        self.record_outcome(source, port, "announced", now)
+        self.record(source, port, "announced", now)
 
-    def on_address_found(self, source, port, announcement, address, now):
+    def on_address(self, source, port, announcement, address, now):
         """Query the announced server, unless its host name leads to an address elsewhere.
 
-        `address` is the result of the look-up, or "" if the name has no address. Record a refusal
-        for /check. Do nothing if a newer announcement has replaced this one."""
-        if self.being_looked_up.get((source, port)) != announcement:
+        `address` is the result of the look-up, or "" if the name has no address. Do nothing if a
+        newer announcement has replaced this one."""
+        if self.being_looked_up.get((source, port)) is not announcement:
             return
         del self.being_looked_up[source, port]
-        if not self.leads_to_server(address, source):
-            reason = "%s leads to %s, not to %s" % (
-                announcement["address"],
-                address or "no address",
-                self.rules.listed_address(source),
-            )
-            self.record_outcome(source, port, "address", now, reason)
-            return
+        listed_address = self.rules.listed_address(source)
+        # An IPv4 and an IPv6 address cannot be compared, and the name is believed: it may have no
+        # address of the other kind
+        is_other_kind = (":" in address) != (":" in listed_address)
         try:
+            if not address or not (address == listed_address or is_other_kind
+                                   or self.rules.believes_claim(source, address)):
+                raise Refused("address", "%s leads to %s, not to %s" % (
+                    announcement["address"], address or "no address", listed_address))
             self.query_announced(source, port, announcement, now)
         except Refused as refused:
-            reason = str(refused)
-            self.record_outcome(source, port, refused.outcome, now, reason)
-
-    def leads_to_server(self, address, source):
-        """Return whether `address` can belong to the server that announces from `source`.
-
-        `address` comes from the look-up of the server's host name; "" means that it has none. If
-        one of the two is IPv4 and the other IPv6, they cannot be compared, and the name is
-        believed: it may have no address of the other kind."""
-        if not address:
-            return False
-        listed_address = self.rules.listed_address(source)
-        if address == listed_address:
-            return True
-        if self.rules.believes_claim(source, address):
-            return True
-        is_ipv6 = ":" in address
-        is_listed_ipv6 = ":" in listed_address
-        return is_ipv6 != is_listed_ipv6
+            self.record(source, port, refused.outcome, now, str(refused))
 
     def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself. Its answer lists it with this announcement.
+        """Query a server that has announced itself. Its answer lists it with this announcement."""
+        attributes = luanti_attributes(announcement)
+        super().announced(source, port, attributes, now, self.timeout)
+        self.being_looked_up.pop((source, port), None)
 
-        Raise Refused if the server may not be queried."""
-        name = announcement["name"]
-        target = self.query_newcomer(source, port, now, name)
-        self.forget_waiting(source, port)
-        # The target keeps the announcement, so that the limit for targets limits announcements, too
-        target.querier_data = announcement
+    # Its game servers
 
-    def query(self, target):
-        """Return the probe, which is the same for every server."""
+    def question(self, target):
         return LUANTI_PROBE
 
-    def answer(self, target, data, now):
-        """Handle a server's answer to a probe; return the goodbye that ends the exchange.
+    def read_answer(self, target, data):
+        LUANTI_ANSWER.read_whole(data)
+        # It says that the server is there, and no more
+        return {"verified": "another list"} if target.why == FOUND else {}
 
-        If an announcement waits for this answer, or if another list names the server, it is listed
-        with the texts from there. Otherwise a listed server is confirmed, but its lifetime still
-        counts from its last announcement. A server that is not listed after this is no longer
-        polled. Raise Malformed if `data` is not an answer."""
-        goodbye = luanti_goodbye(data)
-        announcement = target.querier_data
-        target.querier_data = None
-        if announcement:
-            lifetime = self.core.settings["luanti.timeout"]
-            attributes = luanti_attributes(announcement)
-            self.list_polled(target, attributes, now, lifetime)
-        elif target.found is not None:
-            attributes = {**target.found.fields, "verified": "another list"}
-            self.list_polled(target, attributes, now)
-        server = self.listed_server(target)
-        if server is None:
-            self.poller.remove(target)
-        else:
-            self.registry.update(server, {
-                "ping_ms": round(target.ping_ms),
-                "confirmed": True,
-            })
-        return goodbye
+    def goodbye(self, data):
+        # In its answer the game server gives us a peer number
+        return LUANTI_GOODBYE.write(peer=LUANTI_ANSWER.read(data).peer)
 
+    # Its list
 
-def luanti_goodbye(data):
-    """Return the packet that ends the exchange after this answer to a probe.
+    def lists(self):
+        return {"list": ServerList(self.entry, self.announcement_of, self.joined)}
 
-    In its answer the game server gives us a peer number, which the goodbye has to repeat. Raise
-    Malformed if `data` is not such an answer."""
-    answer = LUANTI_PROBE_ANSWER.fullmatch(data)
-    if not answer:
-        raise Malformed("an answer has 14 bytes, 4f457403 0001 and then a peer's number")
-    peer_number = answer.group("peer")
-    return LUANTI_ID + peer_number + LUANTI_GOODBYE
+    @staticmethod
+    def announcement_of(server):
+        return server.private.get("luanti_announcement", NO_DETAILS)
 
+    def entry(self, server):
+        """Return a sort key, the entry as JSON, and the number of players.
 
-def completed_luanti_announcement(fields, previous):
-    """Return a complete announcement: a dict by the names of LUANTI_FIELDS, checked and cleaned.
+        Servers with the operator's highest priority come first, and among equals those with the
+        highest score. The ping in the entry is in seconds."""
+        announcement = self.announcement_of(server)
+        ping_s = (server.ping_ms or 0) / 1000
+        entry = to_json({
+            **announcement,
+            "address": announcement.get("address") or server.address,
+            "port": server.port,
+            "ping": ping_s,
+        })
+        return -server.priority, -luanti_score(announcement, ping_s), entry, server.players
 
-    `fields` are the announced values. Fields that they lack are taken from `previous`, the server's
-    last announcement, which is empty if there is none. The LUANTI_COMPUTED fields are updated with
-    the announced number of clients. Raise Refused if a field is missing or wrong."""
-    merged = {**previous, **fields}
-    # A server cannot set these three itself
-    for name in LUANTI_COMPUTED:
-        merged[name] = previous.get(name, 0)
-    announcement = luanti_fields(merged)
-    clients = announcement["clients"]
-    updates = announcement["updates"] + 1
-    previous_mean = announcement["pop_v"]
-    announcement["clients_top"] = max(clients, announcement["clients_top"])
-    announcement["updates"] = updates
-    # The mean of all announcements so far, of which this one is the last
-    announcement["pop_v"] = previous_mean + (clients - previous_mean) / updates
-    return announcement
+    @staticmethod
+    def joined(entries, now):
+        """In the official list, `total_max` has the largest totals that ever occurred. This master
+        does not keep them, and repeats the present totals."""
+        texts, players = [], 0
+        for *_, text, server_players in sorted(entries):
+            texts.append(text)
+            players += server_players
+        total = b'{"clients":%d,"servers":%d}' % (players, len(texts))
+        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (b",\n".join(texts), total, total)
 
+    def geoip(self, request):
+        """Return the continent of the player who asks, as the official list does."""
+        continent = CONTINENTS.get(self.rules.country(request.address), "")
+        return to_json({"continent": continent.upper() or None})
 
-def luanti_fields(values):
-    """Return those of an announcement's values that are LUANTI_FIELDS, checked and cleaned.
+    def player_names(self, server):
+        return self.announcement_of(server).get("clients_list", [])
 
-    `values` is a dict that has been received, or stored by an earlier run of the program. Raise
-    Refused if a required field is missing or a value is wrong."""
-    fields = {}
-    for field in LUANTI_FIELDS:
-        if field.name in values or field.is_required:
-            value = values.get(field.name)
-            fields[field.name] = read_luanti_field(field, value)
-    if fields["proto_min"] > fields["proto_max"]:
-        raise Refused("bad packet", "proto_min is above proto_max")
-    # The count and the list may contradict each other; then the list is right
-    if "clients_list" in fields:
-        fields["clients"] = len(fields["clients_list"])
-    for name, max_bytes in LUANTI_LIST_BYTES.items():
-        if name in fields:
-            fields[name] = first_names(fields[name], max_bytes)
-    # Clients open this link, so it must not have another scheme, such as "javascript:"
-    url = fields.get("url", "")
-    is_web_address = re.match("https?://", url)
-    if not is_web_address:
-        fields.pop("url", None)
-    return fields
+    def fetch(self):
+        entries = yield from fetched_json("/list", "list")
+        return ({**json_entry(entry, "clients", "clients_max"), "private": entry}
+                for entry in entries)
+
+    def found(self, entry):
+        announcement = read_luanti_fields({**LUANTI_COMPUTED, **entry["private"]})
+        return {**luanti_attributes(announcement), "verified": "another list"}
 
 
-def read_luanti_field(field, value):
-    """Return the value of this LuantiField, checked and cleaned.
-
-    `value` is the received one, or None if it is missing. Raise Refused if it is wrong or
-    missing."""
-    if isinstance(value, (int, float)):
-        # Old servers send numbers and flags as texts, so the readers expect texts
-        value_to_read = str(value)
-    else:
-        value_to_read = value
-    try:
-        return field.read(value_to_read)
-    except (ValueError, TypeError, AttributeError):
-        # `value` is not what the reader expects, and may be of any type of JSON
-        reason = "%s: expected %s" % (field.name, field.expected)
-        raise Refused("bad packet", reason) from None
-
-
-def first_names(names, max_bytes):
-    """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
-    total_bytes = 0
-    for position, name in enumerate(names):
-        # In JSON a backslash precedes each of these two characters
-        escape_bytes = name.count('"') + name.count("\\")
-        quotes_and_comma_bytes = len('"",')
-        total_bytes += len(name.encode()) + escape_bytes + quotes_and_comma_bytes
-        if total_bytes > max_bytes:
-            return names[:position]
-    return names
-
-
-def luanti_attributes(announcement):
-    """Return the attributes of Server with which this announcement is listed, as a dict.
-
-    `announcement` is a complete one, from completed_luanti_announcement()."""
-    flags = []
-    for flag in LUANTI_FLAGS:
-        if announcement.get(flag):
-            flags.append(flag)
-    return {
-        "luanti_announcement": announcement,
-        "verified": "query",
-        "name": announcement["name"],
-        "mode": announcement["gameid"],
-        "map": announcement.get("mapgen", ""),
-        "version": announcement["version"],
-        "description": announcement["description"],
-        "players": announcement["clients"],
-        "max_players": clamp(announcement["clients_max"]),
-        "details": {"flags": ", ".join(flags)},
-    }
+def luanti_score(announcement, ping_s):
+    """Return the score by which the official list sorts servers; higher is better."""
+    clients_max = announcement["clients_max"]
+    points = min(announcement["clients"], int(0.8 * clients_max))
+    points += min(4, announcement["pop_v"] / 2)             # the average number of players
+    points += min(8, announcement["game_time"] / MONTH)     # how long the world has been played
+    points -= 8 * max(0, ping_s - 0.4)
+    if clients_max > 200:
+        points -= 8
+    # Such a server spans two incompatible generations
+    if announcement["proto_min"] <= 32 and announcement["proto_max"] > 36:
+        points *= 0.6
+    return points
 
 
 # --- DDNet ---------------------------------------------------------------------------------------
@@ -11278,70 +11232,12 @@ def get_servers_xml(web, request):
     return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
 
 
-# The constants in the score of the official Luanti list
-LUANTI_FULL_SHARE = 0.8             # players beyond this share of clients_max do not count
-LUANTI_LARGE_SERVER = 200           # a server with a larger clients_max loses LUANTI_PENALTY
-LUANTI_PENALTY = 8
-LUANTI_SLOW_PING_S = 0.4            # a longer ping costs points
-# A server that speaks both of these protocol versions spans two incompatible generations
-LUANTI_OLD_PROTOCOL, LUANTI_NEW_PROTOCOL = 32, 36
-LUANTI_MIXED_FACTOR = 0.6
-
-
-def luanti_entry(server):
-    """Return a sort key and the entry, as JSON, of a server in Luanti's list.
-
-    Servers with the operator's highest priority come first, and among equals those with the highest
-    score. The ping in the entry is in seconds."""
-    announcement = server.luanti_announcement
-    ping_s = (server.ping_ms or 0) / 1000
-    entry = {
-        **announcement,
-        "address": announcement.get("address") or server.address,
-        "port": server.port,
-        "ping": ping_s,
-    }
-    sort_key = -server.priority, -luanti_score(announcement, ping_s)
-    return sort_key, to_json(entry)
-
-
-def luanti_score(announcement, ping_s):
-    """Return the score by which the official Luanti list sorts servers; higher is better.
-
-    `announcement` has the announced values by the names of Luanti's protocol."""
-    clients_max = announcement["clients_max"]
-    points = min(announcement["clients"], int(LUANTI_FULL_SHARE * clients_max))
-    points += min(4, announcement["pop_v"] / 2)             # the average number of players
-    points += min(8, announcement["game_time"] / MONTH)     # how long the world has been played
-    points -= LUANTI_PENALTY * max(0, ping_s - LUANTI_SLOW_PING_S)
-    if clients_max > LUANTI_LARGE_SERVER:
-        points -= LUANTI_PENALTY
-    speaks_old = announcement["proto_min"] <= LUANTI_OLD_PROTOCOL
-    speaks_new = announcement["proto_max"] > LUANTI_NEW_PROTOCOL
-    if speaks_old and speaks_new:
-        points *= LUANTI_MIXED_FACTOR
-    return points
-
-
 def get_list(web, request):
-    """Return the response with Luanti's list, in the format of the official list.
-
-    There, `total_max` has the largest totals that ever occurred. This master does not keep them,
-    and repeats the present totals."""
-    def render(servers, wall):
-        announced = []
-        for server in web.registry.for_clients(servers):
-            if server.luanti_announcement:
-                announced.append(server)
-        keys_and_entries = cached_entries(announced, "list", luanti_entry)
-        keys_and_entries.sort()
-        entries = [entry for _, entry in keys_and_entries]
-        players = sum(server.players for server in announced)
-        total = b'{"clients":%d,"servers":%d}' % (players, len(announced))
-        joined = b",\n".join(entries)
-        return b'{"list":[%s],"total":%s,"total_max":%s}\n' % (joined, total, total)
-
-    return web.list_response(request, ListFilter("luanti"), JSON_TYPE, render, has_times=False)
+    """Return the response with Luanti's list."""
+    room = web.core.rooms.get("luanti")
+    if room is None:
+        raise HttpError(404, "Luanti servers are not listed here.")
+    return HttpResponse(room.rendered("list", request.now), JSON_TYPE, is_public=True)
 
 
 def get_ddnet_servers(web, request):
@@ -11734,27 +11630,21 @@ def announce_response(reason=""):
 
 
 def announce_luanti(web, request, port, values):
-    """Handle the announcement of a Luanti game server, and return the response.
-
-    The game server writes the text of the response into its log. So if its last announcement
-    failed, this response says why. Raise Refused if a value is wrong, or if the rules or a limit
-    forbid the server."""
+    """Handle the announcement of a Luanti game server, and return the response. Raise Refused."""
+    luanti = web.core.rooms["luanti"]
     if values.get("action") == "delete":
+        luanti.forget_waiting(request.address, port)
         stop_announced(web, request, "luanti", port)
         return HttpResponse(b"Removed from the list.\n")
-    last_outcome = web.registry.outcome(request.address, "luanti", port)
-    luanti = web.core.rooms["luanti"]
-    luanti.on_http_announcement(request.address, port, values, request.now)
-    if last_outcome and last_outcome.outcome in ("silent", "address"):
-        raise HttpError(409, "Request has been filed. So far it was not listed: %s. The page "
-                             "/check tells what to do." % last_outcome.detail)
-    return HttpResponse(b"Request has been filed.\n", status=202)
+    status, text = luanti.announced(request.address, port, values, request.now)
+    return HttpResponse(text, status=status)
 
 
 def get_geoip(web, request):
-    """Return the continent of the player who asks, as Luanti's list does."""
-    continent = CONTINENTS.get(web.rules.country(request.address), "")
-    return HttpResponse(to_json({"continent": continent.upper() or None}), JSON_TYPE)
+    room = web.core.rooms.get("luanti")
+    if room is None:
+        raise HttpError(404, "Luanti servers are not listed here.")
+    return HttpResponse(room.geoip(request), JSON_TYPE)
 
 
 # --- Registrations of DDNet servers --------------------------------------------------------------
@@ -12165,12 +12055,12 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3, Ddnet)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3, Luanti, Ddnet)
 
 # All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *Iceball.settings, *Hyperbol.settings, *SUBSPACE_SETTINGS,
-    *Aio.settings, *QUAKE3_SETTINGS, *LUANTI_SETTINGS, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
+    *Aio.settings, *QUAKE3_SETTINGS, *Luanti.settings, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 GAME_TITLES = {}
@@ -15978,6 +15868,8 @@ def command_list(arguments):
     choice = {option.name: getattr(arguments, option.name) for option in room.list_options}
     with failing_query(host, port):
         servers = fetch_any_dialect(room, host, port, tls, **choice)
+    for server in servers:
+        server.pop("private", None)
     print_result(arguments, host, port, {"servers": servers})
     return EXIT_OK
 
