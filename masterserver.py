@@ -8018,7 +8018,7 @@ class Luanti(PolledGame):
         self.master.resolve(
             announcement["address"], done, source, self.rules.listed_address(source))
         self.being_looked_up[source, port] = announcement
-        self.record(source, port, "announced", now)
+        self.registry.record_outcome(source, self.game, port, "announced", now)
 
     def on_address(self, source, port, announcement, address, now):
         """Query the announced server, unless its host name leads to an address elsewhere.
@@ -8039,7 +8039,8 @@ class Luanti(PolledGame):
                     announcement["address"], address or "no address", listed_address))
             self.query_announced(source, port, announcement, now)
         except Refused as refused:
-            self.record(source, port, refused.outcome, now, str(refused))
+            self.registry.record_outcome(
+                source, self.game, port, refused.outcome, now, str(refused))
 
     def query_announced(self, source, port, announcement, now):
         """Query a server that has announced itself. Its answer lists it with this announcement."""
