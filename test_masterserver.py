@@ -11320,12 +11320,7 @@ class DiskThread:
             result = error
         done(result, self.now())
 
-<<<<<<< Updated upstream
     def now(self) -> float:
-=======
-    @staticmethod
-    def now() -> float:
->>>>>>> Stashed changes
         return 0.0
 
 
