@@ -15967,7 +15967,6 @@ class MasterServer:
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
     events_this_second = 0          # servers that were listed or have left since the last tick
-    certificate_trouble = ""        # why the present files could not be used
     next_certificate_warning = 0.0
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
@@ -16095,12 +16094,9 @@ class MasterServer:
         self.tcp_listeners.clear()
         if self.connections:
             self.handle_events(now)             # read the requests that are here, without waiting
-
-        def is_unfinished(connection):
-            """Is an answer still being made, or not written yet?"""
-            return connection.events == NO_EVENTS or connection.unsent
-
-        while now < deadline and any(map(is_unfinished, self.connections)):
+        # A connection without events has an answer that is still being made
+        while now < deadline and any(connection.unsent or connection.events == NO_EVENTS
+                                     for connection in self.connections):
             self.handle_events(deadline)
             now = time.monotonic()
 
@@ -16195,12 +16191,10 @@ class MasterServer:
         expires = self.certificate.expires
         left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
-        self.health.pop("certificate", None)
-        if self.certificate_trouble:
-            self.health["certificate"] = self.certificate_trouble
         # Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days
         # after their begin. So with 14 days left, something is wrong
         if left_s > 14 * DAY:
+            self.health.pop("certificate", None)
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
@@ -16408,15 +16402,14 @@ class MasterServer:
     def on_certificate(self, result, now):
         """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
-            self.certificate_trouble = str(result)
-            log.error("the old certificate stays in force: %s", result)
+            report(self.health, "new certificate", "the old one stays in force: %s" % result)
             return
+        self.health.pop("new certificate", None)
         if result.expires != self.certificate.expires:
             self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(result.expires).date())
         self.certificate = result
-        self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
         """Use the CountryFile that the disk thread has read, or None if the settings name none,

@@ -10721,7 +10721,7 @@ class HttpsTest(unittest.TestCase):
             shutil.copy(new_paths[0], paths[0])
             eventually(lambda: "does not belong to it" in "".join(logged.output))
         self.assertFalse(is_served(new_paths[0]))
-        eventually(lambda: "does not belong to it" in server.health.get("certificate", ""))
+        eventually(lambda: "does not belong to it" in server.health.get("new certificate", ""))
         with self.assertLogs("masterserver", "INFO") as logged:
             shutil.copy(new_paths[1], paths[1])
             eventually(lambda: is_served(new_paths[0]))
