@@ -13624,7 +13624,7 @@ def start_log(settings):
         all_tracebacks = ""             # one source for the limiter, because they share one limit
         return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
 
-    handler = logging.handlers.QueueHandler(lines)
+    handler: Any = logging.handlers.QueueHandler(lines)
     handler.addFilter(has_room)
     handler.listener = logging.handlers.QueueListener(lines, writer)
     handler.listener.start()
@@ -13638,10 +13638,11 @@ def end_log():
     """End start_log()'s work, after the lines that are waiting have been written. If that takes
     longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
-        if isinstance(handler, logging.handlers.QueueHandler):
+        listener = getattr(handler, "listener", None)
+        if listener:
             log.removeHandler(handler)
             # stop() waits for all lines, without a timeout; so it runs in a thread
-            stopper = threading.Thread(target=handler.listener.stop, daemon=True)
+            stopper = threading.Thread(target=listener.stop, daemon=True)
             stopper.start()
             stopper.join(LOG_END_S)
 
@@ -15979,7 +15980,7 @@ class MasterServer:
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
         read_text_files(self.settings)
-        self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
+        self.certificate: Any = None        # a Certificate if there is a port for HTTPS
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
         self.rules = Rules(self.settings)
