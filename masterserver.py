@@ -12861,15 +12861,21 @@ class MessageVector:
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
-        iovecs_each, control, control_bytes, flags, received_bytes = 1, 0, 0, 0, 0
-        for position, data_start in enumerate(self.data_starts):
-            data = ctypes.addressof(self.data) + data_start
-            sockaddr = ctypes.addressof(sockaddrs) + position * self.SOCKADDR_BYTES
-            iovec = ctypes.addressof(iovecs) + position * self.IOVEC.size
-            self.IOVEC.pack_into(iovecs, position * self.IOVEC.size, data, MAX_DATAGRAM_BYTES)
+        data = ctypes.addressof(self.data)
+        sockaddr = ctypes.addressof(sockaddrs)
+        iovec = ctypes.addressof(iovecs)
+        iovecs_each, no_control, no_flags, received_bytes = 1, (0, 0), 0, 0
+        for position in range(DRAIN_DATAGRAMS):
+            self.IOVEC.pack_into(
+                iovecs, position * self.IOVEC.size,
+                data, MAX_DATAGRAM_BYTES)
             self.MMSGHDR.pack_into(
-                headers, position * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
-                iovec, iovecs_each, control, control_bytes, flags, received_bytes)
+                headers, position * self.MMSGHDR.size,
+                sockaddr, self.SOCKADDR_BYTES, iovec, iovecs_each,
+                *no_control, no_flags, received_bytes)
+            data += MAX_DATAGRAM_BYTES
+            sockaddr += self.SOCKADDR_BYTES
+            iovec += self.IOVEC.size
         return headers, iovecs, sockaddrs
 
     @staticmethod
@@ -17425,9 +17431,7 @@ def command_serve(arguments):
     log_writer = start_log(settings)
 
     def reload():
-        # The log file is closed so that a tool can rotate it. A disk that hangs must not stop the
-        # event loop, so another thread closes the file
-        threading.Thread(target=log_writer.close, daemon=True).start()
+        log_writer.close()              # a tool may have rotated the file; the next line opens it
         return load_settings(arguments)
 
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
