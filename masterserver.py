@@ -12175,15 +12175,21 @@ class MessageVector:
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
-        iovecs_each, control, control_bytes, flags, received_bytes = 1, 0, 0, 0, 0
-        for position, data_start in enumerate(self.data_starts):
-            data = ctypes.addressof(self.data) + data_start
-            sockaddr = ctypes.addressof(sockaddrs) + position * self.SOCKADDR_BYTES
-            iovec = ctypes.addressof(iovecs) + position * self.IOVEC.size
-            self.IOVEC.pack_into(iovecs, position * self.IOVEC.size, data, MAX_DATAGRAM_BYTES)
+        data = ctypes.addressof(self.data)
+        sockaddr = ctypes.addressof(sockaddrs)
+        iovec = ctypes.addressof(iovecs)
+        iovecs_each, no_control, no_flags, received_bytes = 1, (0, 0), 0, 0
+        for position in range(DRAIN_DATAGRAMS):
+            self.IOVEC.pack_into(
+                iovecs, position * self.IOVEC.size,
+                data, MAX_DATAGRAM_BYTES)
             self.MMSGHDR.pack_into(
-                headers, position * self.MMSGHDR.size, sockaddr, self.SOCKADDR_BYTES,
-                iovec, iovecs_each, control, control_bytes, flags, received_bytes)
+                headers, position * self.MMSGHDR.size,
+                sockaddr, self.SOCKADDR_BYTES, iovec, iovecs_each,
+                *no_control, no_flags, received_bytes)
+            data += MAX_DATAGRAM_BYTES
+            sockaddr += self.SOCKADDR_BYTES
+            iovec += self.IOVEC.size
         return headers, iovecs, sockaddrs
 
     @staticmethod
@@ -12956,7 +12962,7 @@ def start_log(settings):
         all_tracebacks = ""             # one source for the limiter, because they share one limit
         return not record.exc_info or traceback_limiter.allow(all_tracebacks, time.monotonic())
 
-    handler = logging.handlers.QueueHandler(lines)
+    handler: Any = logging.handlers.QueueHandler(lines)
     handler.addFilter(has_room)
     handler.listener = logging.handlers.QueueListener(lines, writer)
     handler.listener.start()
@@ -12970,10 +12976,11 @@ def end_log():
     """End start_log()'s work, after the lines that are waiting have been written. If that takes
     longer than LOG_END_S, the remaining lines may be lost."""
     for handler in log.handlers[:]:
-        if isinstance(handler, logging.handlers.QueueHandler):
+        listener = getattr(handler, "listener", None)
+        if listener:
             log.removeHandler(handler)
             # stop() waits for all lines, without a timeout; so it runs in a thread
-            stopper = threading.Thread(target=handler.listener.stop, daemon=True)
+            stopper = threading.Thread(target=listener.stop, daemon=True)
             stopper.start()
             stopper.join(LOG_END_S)
 
@@ -14656,7 +14663,6 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
-    certificate_trouble = ""        # why the present files could not be used
     next_certificate_warning = 0.0
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
@@ -14669,7 +14675,7 @@ class MasterServer:
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
         read_text_files(self.settings)
-        self.certificate: Optional[Certificate] = None      # None without a port for HTTPS
+        self.certificate: Any = None        # a Certificate if there is a port for HTTPS
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
         self.rules = Rules(self.settings)
@@ -14785,12 +14791,9 @@ class MasterServer:
         self.tcp_listeners.clear()
         if self.connections:
             self.handle_events(now)             # read the requests that are here, without waiting
-
-        def is_unfinished(connection):
-            """Is an answer still being made, or not written yet?"""
-            return connection.events == NO_EVENTS or connection.unsent
-
-        while now < deadline and any(map(is_unfinished, self.connections)):
+        # A connection without events has an answer that is still being made
+        while now < deadline and any(connection.unsent or connection.events == NO_EVENTS
+                                     for connection in self.connections):
             self.handle_events(deadline)
             now = time.monotonic()
 
@@ -14882,12 +14885,10 @@ class MasterServer:
         expires = self.certificate.expires
         left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
-        self.health.pop("certificate", None)
-        if self.certificate_trouble:
-            self.health["certificate"] = self.certificate_trouble
         # Certificates of the usual sort are renewed 30 days before their end, or 60 of 90 days
         # after their begin. So with 14 days left, something is wrong
         if left_s > 14 * DAY:
+            self.health.pop("certificate", None)
             return
         trouble = "the certificate for HTTPS has expired"
         if left_s > 0:
@@ -15122,15 +15123,14 @@ class MasterServer:
     def on_certificate(self, result, now):
         """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
-            self.certificate_trouble = str(result)
-            log.error("the old certificate stays in force: %s", result)
+            report(self.health, "new certificate", "the old one stays in force: %s" % result)
             return
+        self.health.pop("new certificate", None)
         if result.expires != self.certificate.expires:
             self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(result.expires).date())
         self.certificate = result
-        self.certificate_trouble = ""
 
     def on_country_file(self, result, now):
         """Use the CountryFile that the disk thread has read, or None if the settings name none,
@@ -15665,9 +15665,7 @@ def command_serve(arguments):
     log_writer = start_log(settings)
 
     def reload():
-        # The log file is closed so that a tool can rotate it. A disk that hangs must not stop the
-        # event loop, so another thread closes the file
-        threading.Thread(target=log_writer.close, daemon=True).start()
+        log_writer.close()              # a tool may have rotated the file; the next line opens it
         return load_settings(arguments)
 
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)

@@ -5327,11 +5327,12 @@ class PagesTest(unittest.TestCase):
             web.registry.record_outcome(server.address, text, 1, text, 0.0, text)
             gone = web_of([], ms.Remembered(0.0, 0.0, text))
             gone.look = gone.look._replace(title=text, intro=text)
-            pages += [page_of(web, path) for path in (
-                link_to(server), "/?game=aio&name=" + quoted, "/check?address=" + server.address)]
-            pages += [page_of(gone, path) for path in (link_to(server), "/", "/" + quoted)]
-        tags = [tag for page in pages for tag in Outline(page).tags]
-        for tag, attributes in tags:
+            for shown, path in (
+                    (web, link_to(server)), (web, "/?game=aio&name=" + quoted),
+                    (web, "/check?address=" + server.address), (gone, link_to(server)),
+                    (gone, "/"), (gone, "/" + quoted)):
+                pages.append(page_of(shown, path))
+        for tag, attributes in [tag for page in pages for tag in Outline(page).tags]:
             self.assertNotIn(tag, ("iframe", "object", "rows"))
             if tag == "img":
                 self.assertTrue(attributes["src"].startswith("/banner.svg?game="))
@@ -5363,10 +5364,10 @@ class PagesTest(unittest.TestCase):
             self.assertEqual(ms.age_text(seconds), words)
 
     def test_sparkline(self):
-        self.assertEqual(ms.render_sparkline([None] * 24), "")
-        for values, path in (([None, 0, 2, 4], "M0 9V9h1V8h1V4h1V0h1V9"),
+        for values, path in (([None, 0, 2, 4], "M0 9V9h1V8h1V4h1V0h1V9"), ([None] * 24, None),
                              ([1, 16], "M0 9V8h1V0h1V9"), ([1], "M0 9V6h1V9")):
-            self.holds(ms.render_sparkline(values), 'd="%s"' % path)
+            drawn = re.search(' d="(.*)"', ms.render_sparkline(values))
+            self.assertEqual(drawn and drawn.group(1), path)
 
     def test_the_axes_of_a_chart(self):
         for peak, ticks in ((0, "0 1"), (1, "0 1"), (3, "0 1 2 3"), (7.2, "0 2 4 6 8"),
@@ -5935,13 +5936,6 @@ class BrowserTest(BrowserCase):
             self.assertEqual(self.js("navigator.clipboard.readText()"), address)
             self.assertEqual(self.of("body :focus", "title"), "Copy" if without else None)
             self.js("document.querySelector('.unseen').textContent = ''")
-
-    def test_check_form(self):
-        self.open("/check?address=%s" % self.site.servers[0].address)
-        self.assertEqual(self.of("h3"), "Listed")
-        self.js("document.querySelector('[name=address]').value = '203.0.113.5'")
-        self.click("form button")
-        eventually(lambda: "Nothing has arrived from 203.0.113.5" in (self.of("main") or ""))
 
 
 class LayoutTest(BrowserCase):
@@ -10681,7 +10675,7 @@ class HttpsTest(unittest.TestCase):
             shutil.copy(new_paths[0], paths[0])
             eventually(lambda: "does not belong to it" in "".join(logged.output))
         self.assertFalse(is_served(new_paths[0]))
-        eventually(lambda: "does not belong to it" in server.health.get("certificate", ""))
+        eventually(lambda: "does not belong to it" in server.health.get("new certificate", ""))
         with self.assertLogs("masterserver", "INFO") as logged:
             shutil.copy(new_paths[1], paths[1])
             eventually(lambda: is_served(new_paths[0]))
