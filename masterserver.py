@@ -13309,9 +13309,7 @@ def read_text_files(settings):
         text = ""
         try:
             if path:
-                check_is_file(path)
-                with open(path, encoding="utf-8-sig") as file:
-                    text = file.read()
+                text = read_file(path, 1 << 20).decode("utf-8-sig").replace("\r\n", "\n")
             if name == "http.template":
                 check_list_template(text)
         except (OSError, ValueError) as error:
