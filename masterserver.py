@@ -6058,6 +6058,8 @@ AIO_GREETING_S = 1.2
 AIO_KEEPALIVE_S = 120.0
 # The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
+# For the list of another master. Those that speak the text dialect answer at once
+AIO_TEXT_S = 5.0
 # The count of players at the end of a published name, such as " [3/16]"
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
 # The only entry of a list without servers, as in the document
@@ -6159,12 +6161,11 @@ def aio_frame_bytes(data):
 
 
 def aio_payload(frame, most_bytes):
-    """Return the payload of a frame, decompressed. Raise Malformed if it is longer than that, or
-    damaged."""
-    payload = frame[AIO_FRAME_HEAD_BYTES:]
-    if frame[3]:
-        return inflate(payload, most_bytes)
-    return payload
+    """Return the payload of a frame. Raise Malformed if it cannot be decompressed to `most_bytes`."""
+    head, payload = frame[:AIO_FRAME_HEAD_BYTES], frame[AIO_FRAME_HEAD_BYTES:]
+    if head.endswith(b"\0"):
+        return payload
+    return inflate(payload, most_bytes)
 
 
 class AioText:
@@ -6225,9 +6226,10 @@ class AioText:
 
     def publish(self, session, fields, now):
         """Answer a publish. In messages of the document an address precedes the port."""
-        if len(fields) not in (3, 4) or not re.fullmatch(rb"[0-9]{1,5}", fields[-1]):
+        *texts, port = map(aio_unescape, fields or [b""])
+        if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        name, description, *address, port = map(aio_unescape, fields)
+        name, description, *address = texts
         session.claim_address(b"".join(address))
         if session.publish_texts(name, description, int(port), now):
             return b""
@@ -6251,8 +6253,7 @@ class AioText:
         return b"%12#" + b"".join(numbered) + b"%"
 
     def fetch(self):
-        # Masters that speak this dialect answer at once
-        data = yield from received_until(self.list_in, b"12#%\n", wait_s=5.0)
+        data = yield from received_until(self.list_in, b"12#%\n", wait_s=AIO_TEXT_S)
         content = self.list_in(data)
         if content is None:
             raise Malformed("no list came before the end")
@@ -12049,6 +12050,9 @@ class TcpConnection:
                     break
                 data = session.receive(b"", now)
         except Exception as error:
+            if isinstance(error, Malformed) and session.game:
+                self.master_server.registry.record_outcome(
+                    self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
         self.wait_for_next(now)

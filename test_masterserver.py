@@ -4640,7 +4640,8 @@ class AioScenario(unittest.TestCase):
             game.bind(("127.0.0.1", 0))
             game.settimeout(SOON_S)
             port = game.getsockname()[1]
-            self.server = stack.enter_context(RunningServer("-v", start=HURRIED, aio__port="0"))
+            self.server = stack.enter_context(RunningServer(
+                "-v", start=HURRIED, aio__port="0", http__ports="0"))
             text, binary, framed = [self.connect() for _ in range(3)]
             self.assertEqual(text.recv(6), b"%1#0#%")
             text.sendall(b"13#Text [1/8]#D#1001#%\n")
@@ -4657,6 +4658,8 @@ class AioScenario(unittest.TestCase):
             for request in AIO_LISTS:
                 self.assertEqual(self.ask(request).count(b"127.0.0.1"), 3, request)
             self.assertEqual(self.ask(b"\x80"), b"")
+            check = fetch(self.server.port("http"), "/check?address=127.0.0.1")[2]
+            self.assertIn(b"the first byte, 80, is of no dialect", check)
             many = self.ask(b"\x0c" * 1000)     # one read; the peer sends no more
             self.assertEqual(many.count(b"My server"), 1000)
             for leaving, part in zip((framed, text, binary), parts):
