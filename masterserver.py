@@ -6935,7 +6935,7 @@ def quake3_attributes(values, otherwise):
         "mode": info[b"gametype"],
         "version": protocol,
         "players": int(info[b"clients"]),               # all players, bots included
-        "max_players": clamp(int(info[b"sv_maxclients"])),
+        "max_players": min(int(info[b"sv_maxclients"]), PLAYERS_MAX),
         "details": {"gamename": gamename, "people": info[b"g_humanplayers"]},
     }
 
@@ -6978,9 +6978,10 @@ def read_quake3_question(command, words):
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     gamename = b""
-    if words and (is_extended or not QUAKE3_NUMBER.fullmatch(words[0])):
-        gamename, *words = words
     protocol, *filters = words or [b""]
+    if is_extended or not QUAKE3_NUMBER.fullmatch(protocol):
+        gamename = protocol
+        protocol, *filters = filters or [b""]
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
@@ -7164,7 +7165,8 @@ class Quake3(PolledGame, UdpProtocol):
             return []
         command, *words = data.split() or [b""]
         if command == QUAKE3_HEARTBEAT and len(words) == 1:
-            packets = self.answer_heartbeat(words[0].decode("latin-1"), peer, now)
+            tag, = words
+            packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
         source, *_ = peer
@@ -8032,10 +8034,13 @@ class Ddnet(Game):
         # although a server with the former Secret was listed there. So a game server that is
         # started again can take the place of its former life, and nobody can take it back with an
         # older token
-        messages = [" ".join((asked.source, asked.text, asked.secret, former)).encode()
-                    for former in former_secrets]
+        messages = []
+        for former_secret in former_secrets:
+            words = asked.source, asked.text, asked.secret, former_secret
+            messages.append(" ".join(words).encode())
         if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
-            token = self.cookie.make(messages[0], now).hex().encode()
+            message, *_ = messages
+            token = self.cookie.make(message, now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
             self.registry.record_outcome(
                 asked.source, self.game, asked.port, "challenged", now, str(asked.port))
@@ -8120,10 +8125,14 @@ class Ddnet(Game):
         if former is not None:
             # The game server was started again: its former life has no port any more, even if the
             # new one is refused
-            texts = self.registration(former)["addresses"]
-            self.drop_addresses(
-                former, [text for text in texts if ddnet_endpoint(text) == asked.endpoint])
-        addresses = dict(server.private["ddnet_addresses"]) if server else {}
+            lost = []
+            for text in self.registration(former)["addresses"]:
+                if ddnet_endpoint(text) == asked.endpoint:
+                    lost.append(text)
+            self.drop_addresses(former, lost)
+        addresses = {}
+        if server is not None:
+            addresses.update(server.private["ddnet_addresses"])
         address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
         # IPv4 comes first, as most players have it, then 0.6
         ordered = sorted(addresses, key=lambda text: ("[" in text, text))
