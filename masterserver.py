@@ -3454,10 +3454,10 @@ def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     return bytes(received)
 
 
-def received_until_closed(question, most_bytes=LIST_BYTES):
+def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     """Send a question, as a part of a conversation by TCP. Return all bytes that come before the
     other side closes the connection."""
-    received = yield from received_until(lambda data: False, question, most_bytes)
+    received = yield from received_until(lambda data: False, question, most_bytes, wait_s)
     return received
 
 
@@ -13914,7 +13914,7 @@ def received_before(deadline, sock, is_over):
 def converse_by_http(conversation, place, on_step=bool, is_over=never):
     """Drive a conversation over HTTP, as converse() does.
 
-    `place` has the arguments of http_answer() before the path."""
+    `place` is that of http_answer()."""
     answer = None
     while True:
         try:
@@ -13922,7 +13922,7 @@ def converse_by_http(conversation, place, on_step=bool, is_over=never):
         except StopIteration as stop:
             return stop.value
         on_step(step)
-        answer = http_answer(*place, step.path, step.data) if step.path else None
+        answer = http_answer(place, step) if step.path else None
         waits_until = time.monotonic() + (step.wait_s or 0.0)
         while not step.path and not is_over() and time.monotonic() < waits_until:
             time.sleep(STEP_S)
@@ -13930,16 +13930,18 @@ def converse_by_http(conversation, place, on_step=bool, is_over=never):
             return None
 
 
-def http_answer(host, port, tls, address, path, data=b""):
-    """Request a path by HTTP or HTTPS; a POST if there are data. Return the HttpAnswer.
+def http_answer(place, step):
+    """Send the request of a step by HTTP or HTTPS. Return the HttpAnswer.
 
-    `address` is that of the host if it is known already, or "". Raise OSError if there is no
-    answer, or if the host's certificate is wrong, and Malformed if it is not HTTP."""
+    `place` is the host, the port, whether it is HTTPS, and the address of the host if it is known
+    already, or "". Raise OSError if no complete answer comes in time, or if the host's certificate
+    is wrong, and Malformed if it is not HTTP."""
+    host, port, tls, address = place
     # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
     head = "%s %s HTTP/1.0\r\nHost: %s\r\n" % (
-        "POST" if data else "GET", path, endpoint_text(host, port))
-    if data:
-        head += "Content-Type: application/json\r\nContent-Length: %d\r\n" % len(data)
+        "POST" if step.data else "GET", step.path, endpoint_text(host, port))
+    if step.data:
+        head += "Content-Type: application/json\r\nContent-Length: %d\r\n" % len(step.data)
     # A certificate is valid for the name, and not for the address
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(
@@ -13948,8 +13950,8 @@ def http_answer(host, port, tls, address, path, data=b""):
             import ssl                  # some builds of Python have no OpenSSL
             context = ssl.create_default_context()
             sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
-        request = head.encode() + b"\r\n" + data
-        response = converse(received_until_closed(request), sock)
+        request = head.encode() + b"\r\n" + step.data
+        response = converse(received_until_closed(request, wait_s=step.wait_s), sock)
     head, _, body = response.partition(b"\r\n\r\n")
     status = re.match(rb"HTTP/1\.[0-9] ([0-9]{3})\b", head)
     if not status:
@@ -14828,6 +14830,10 @@ class AnnouncedMaster:
             self.state = state
             log.log(level, "%s: %s", self.name, state)
 
+    def web_place(self):
+        """Return the place for http_answer()."""
+        return self.host, self.port, self.tls, self.address
+
     def on_step(self, step):
         """Take over what a step of the conversation says of the success."""
         if step.accepted:
@@ -14901,7 +14907,9 @@ class Announcement:
         host, named_port, tls = read_master_place(text)
         if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
-        port = named_port or self.room.master_port
+        # By HTTP a server is announced at the master's page
+        room = Game if self.room.announced_over == "http" else self.room
+        port = named_port or room.master_port
         return AnnouncedMaster(
             host.encode("idna").decode("ascii"), port + self.room.announce_offset, tls)
 
@@ -14991,7 +14999,8 @@ class Announcement:
                 time.sleep(STEP_S)
         if self.room.announced_over == "http":
             with contextlib.suppress(OSError, Malformed):
-                self.post(master, "/announce", self.room.farewell(self.server))
+                farewell = Send(self.room.farewell(self.server), RESPONSE_S, "/announce")
+                http_answer(master.web_place(), farewell)
 
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
@@ -15002,8 +15011,7 @@ class Announcement:
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
-            place = master.host, master.port, master.tls, "" if master.tls else master.address
-            converse_by_http(conversation, place, master.on_step, self.is_over)
+            converse_by_http(conversation, master.web_place(), master.on_step, self.is_over)
         elif self.room.announced_over == "tcp":
             endpoint = master.address, master.port
             with socket.create_connection(endpoint, CONNECT_S) as sock:
@@ -15013,9 +15021,6 @@ class Announcement:
             with udp_socket(master.address, master.port) as sock:
                 converse(conversation, sock, master.on_step,
                          lambda: self.stopping or time.monotonic() >= ends)
-
-    def post(self, master, path, data):
-        return http_answer(master.host, master.port, master.tls, "", path, data)
 
     def open_query_socket(self):
         """Open the UDP port on which masters query the game server, and return its socket.
