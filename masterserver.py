@@ -20,7 +20,7 @@ only what stands above it:
     Iceball, current         UDP 27790, list by HTTP on TCP 27790     class Iceball
     Iceball, first draft     the same                                 class IceballDraft
     Hyperbol                 TCP 20203, servers polled by UDP         class Hyperbol
-    SubSpace                 UDP 4991 (announce, ping), 4990 (list)   SubSpacePing, SubSpaceList
+    SubSpace                 UDP 4991 (announce, ping), 4990 (list)   SubSpace, SubSpaceList
     AIO, three dialects      TCP 27011                                class Aio
     Quake III, its family    UDP 27950                                class Quake3
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
@@ -770,14 +770,6 @@ SETTINGS_AFTER_GAMES = (
             "many."),
     Setting("limits.servers", "50000", number_reader(1, 10000000), "Listed servers in all."),
 )
-
-SUBSPACE_SETTINGS = (
-    Setting("subspace.port", "4990", read_port,
-            "UDP port of the zone list; announcements and pings use the next port.", live=False),
-    Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
-            "Known zones, one ADDRESS:PORT a line; pinged even if they never announce themselves."),
-)
-
 
 # All settings by name, in the order of the ini. Section 10 fills this table
 SETTINGS: Dict[str, Setting] = {}
@@ -3390,7 +3382,7 @@ class Send(NamedTuple):
     goes on. A conversation lasts as long as its connection. If that fails, the caller begins
     another conversation after a pause, which grows from 1 to 60 s."""
 
-    data: bytes = b""                           # by UDP one datagram
+    data: Union[bytes, List[bytes]] = b""       # by UDP one datagram, or a list of them
     wait_s: Optional[float] = None
     path: str = ""                              # by HTTP; a POST if there are data
     state: str = ""                             # for the log and `failure`; "" leaves it as it is
@@ -3462,10 +3454,10 @@ def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     return bytes(received)
 
 
-def received_until_closed(question, most_bytes=LIST_BYTES):
+def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     """Send a question, as a part of a conversation by TCP. Return all bytes that come before the
     other side closes the connection."""
-    received = yield from received_until(lambda data: False, question, most_bytes)
+    received = yield from received_until(lambda data: False, question, most_bytes, wait_s)
     return received
 
 
@@ -3891,6 +3883,7 @@ class Target:
     missed        the polls in a row that got no answer
     restarts      the polls that announcements have restarted since the last answer
     trouble       why a datagram that came in this poll is not an answer, or ""
+    ping_ms       the round trip of the last answer, in milliseconds
     step          what the room keeps during a poll with several questions
     server        the Server, if it is listed without the target's answers; see Aio"""
 
@@ -3900,7 +3893,7 @@ class Target:
     on_result: Optional[Callable[..., Any]] = None
     due = 0.0
     asked_at: Optional[float] = None
-    nonce = unanswered = missed = restarts = 0
+    nonce = unanswered = missed = restarts = ping_ms = 0
     trouble = ""
     step: Any = None
     server: Optional[Server] = None
@@ -4019,14 +4012,14 @@ class Poller(UdpProtocol):
                 target.trouble = trouble = str(error)
                 continue
             target.missed = target.restarts = 0
+            target.ping_ms = round((now - target.asked_at) * 1000)
             if fields is None:          # another question follows
                 target.asked_at = None
                 target.due = now
                 return []
-            ping_ms = round((now - target.asked_at) * 1000)
             self.end_poll(target)
             target.due = next_slot(now, self.interval, target.phase)
-            room.list_polled(target, {"ping_ms": ping_ms, **fields}, now)
+            room.list_polled(target, {"ping_ms": target.ping_ms, **fields}, now)
             goodbye = room.goodbye(data)
             return [(goodbye, peer)] if goodbye else []
         raise Malformed(trouble)
@@ -4050,8 +4043,12 @@ class Poller(UdpProtocol):
             target.asked_at = None
             target.unanswered += 1
         if target.unanswered >= target.room.attempts:
-            target.missed += 1
-            target.room.poll_missed(target, now)
+            fields = target.room.answers_so_far(target)
+            if fields is None:
+                target.missed += 1
+                target.room.poll_missed(target, now)
+            else:
+                target.room.list_polled(target, {"ping_ms": target.ping_ms, **fields}, now)
             self.end_poll(target)
             target.due = next_slot(now, self.interval, target.phase)
             return False
@@ -4321,22 +4318,23 @@ class PolledGame(Game):
         leaves the list, and the result is None."""
         server = self.listed_server(target)
         was_responding = server is not None and server.responding
-        fields = {"responding": True, "verified": "query", "room": self.game, **fields}
+        announced = NO_DETAILS
         lifetime = self.answer_lifetime_s
         if target.announcement is not None:
-            fields.update(target.announcement)
-            lifetime = target.lifetime
+            announced, lifetime = target.announcement, target.lifetime
             target.announcement = None
         elif target.why == FOUND:
-            fields.update(target.found.fields, found_at=target.found.found_at)
+            announced = {**target.found.fields, "found_at": target.found.found_at}
             lifetime = FOUND_INTERVALS * self.poller.interval
         elif target.why == NAMED:
             lifetime = math.inf
+        fields = {
+            "responding": True, "verified": "query", "room": self.game, **announced, **fields}
         if not fields.get("name") and (server is None or "name" in fields):
             fields["name"] = endpoint_text(self.rules.listed_address(target.address), target.port)
         try:
             if lifetime is None:
-                self.confirm_polled(target, server, fields)
+                self.confirm_polled(target, server, fields, now)
             else:
                 server = self.list_under_named_game(target, server, fields, now, lifetime)
         except Refused as refused:
@@ -4349,13 +4347,15 @@ class PolledGame(Game):
             self.report(target, "listed", now)
         return server
 
-    def confirm_polled(self, target, server, fields):
+    def confirm_polled(self, target, server, fields, now):
         """Update a server that answers, and that stays listed as its last announcement says."""
         if server is None or server.master:
             raise Refused("silent", "it has left, and has not announced itself again")
         self.registry.check_rules(
             server.source, server.address, server.port, fields.get("name"))
         self.registry.update(server, {**fields, "confirmed": True})
+        if server.lifetime == math.inf:     # its announcement lists it as long as it answers
+            server.last_seen = now
 
     def list_under_named_game(self, target, server, fields, now, lifetime):
         """List the target's server, or refresh it, under the game that its answer names.
@@ -5216,77 +5216,76 @@ def hyperbol_xml_entry(server):
 
 # --- SubSpace ------------------------------------------------------------------------------------
 
-# An announcement begins with this head of 94 bytes; the description follows. The fields are ip,
-# port, players, scores, version, name and password.
-ZONE_ANNOUNCEMENT_HEAD = struct.Struct("<4sHHHI32s48s")
-ZONE_ANNOUNCEMENT_BYTES = 480       # the longest announcement
-# The entry of a zone in a list begins with this head of 78 bytes; the description follows. The
-# fields are ip, port, players, scores, version and name.
-ZONE_ENTRY_HEAD = struct.Struct("<4sHHHI64s")
-ZONE_ENTRY_NAME_BYTES = 63          # the field has 64 bytes and ends with a NUL
-# Clients accept descriptions of up to this size in a list, including the NUL at the end.
-ZONE_DESCRIPTION_BYTES = 480
-# Every zone announces this version. A zone that only the ini names is listed with it, too.
-ZONE_VERSION = 134
+# A description follows an announcement and an entry of a list; it ends with a NUL. The numbers of
+# scores are flags, of which only the low byte counts
+ZONE_ANNOUNCEMENT = Form("<4x H H B x I 32s 48s", "port players scores version name password",
+                         texts={"name": 31}, encoding="cp1252")
+ZONE_ANNOUNCEMENT_BYTES = 480       # the longest one, with its description
+ZONE_ENTRY = Form("<4s H H B x I 64s", "address port players scores version name",
+                  texts={"name": 63}, encoding="cp1252")
+ZONE_VERSION = 134                  # which every zone announces
 ZONE_PASSWORD = b"cane"             # zones announce it unless they have set another password
-# Zones announce themselves every 60 s, so a zone has gone after three lost announcements in a row.
-ZONE_LIFETIME_S = 180.0
 MAX_ZONE_PORT = 65534               # the zone answers pings on the next port
-# With 8 bytes, the chance that two of a million passwords have the same hash is 1 in 40 million.
+# Zones announce themselves every 60 s, so a zone has gone after three lost announcements in a row
+ZONE_LIFETIME_S = 180.0
+# With 8 bytes, the chance that two of a million passwords have the same hash is 1 in 40 million
 ZONE_PASSWORD_HASH_BYTES = 8
-ZONE_PASSWORD_HASH = re.compile("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES))
+# The owner of a zone that was announced by HTTP has this in place of a UDP port
+ZONE_HTTP_PORT = "0"
 # This many announcements may wait for the answer to a ping; together they take at most 15 MB. A
-# flood of 30,000 announcements a second, more than the master can read, needs 0.3 s to push one
-# out.
+# flood of 30,000 announcements a second, more than the master can read, needs 0.3 s to push one out
 MAX_WAITING_ANNOUNCEMENTS = 8192
-# Other announcers cannot replace a waiting announcement for this long. The answer to its ping must
-# arrive within this time anyway.
-WAITING_ANNOUNCEMENT_KEPT_S = POLL_TIMEOUT_S
-NO_SOURCE_PORT = 0                  # replaces the UDP port of an announcer that uses HTTP
 # The limit for answers to one source that are exactly as long as their pings: (answers a second,
-# answers at once). Without it, two ping ports would answer each other for ever.
+# answers at once). Without it, two ping ports would answer each other for ever
 ECHO_RATE = 1, 5
-PING_SIZES = 4, 8                   # bytes: a timestamp, or a timestamp and options
-PING_TIMESTAMP_BYTES = 4
-PING_SHORT_ANSWER = struct.Struct("<I4s")   # answers a 4-byte ping: total and the timestamp
-PING_HEAD = struct.Struct("<4sI")           # an 8-byte ping, or its answer: timestamp and options
+PING_SHORT = Form("<I", "timestamp")
+PING_TOTAL = Form("<I I", "total timestamp")            # answers a ping of 4 bytes
+PING_LONG = Form("<I I", "timestamp options")           # a ping of 8 bytes; begins its answer
 PING_SUMMARY = 1                    # the option that asks for the counts of the whole zone
 PING_ARENAS = 2                     # the option that asks for the counts of each arena
-PING_COUNTS = struct.Struct("<II")          # total and playing of the zone
-PING_ARENA_COUNTS = struct.Struct("<HH")    # total and playing of an arena, after its name
+PING_COUNTS = Form("<I I", "total playing")             # of the zone
+PING_ARENA_COUNTS = Form("<H H", "total playing")       # of an arena, after its name
 PING_ANSWER_BYTES = 512             # the document: no packet is larger
 PING_ANSWER_BYTES_ACCEPTED = 520    # one implementation sends up to 520
-# Two players may join between two answers to the same poll; a larger difference has another cause.
-PING_TOTAL_TOLERANCE = 2
-# The bytes after the timestamp in each question of a poll, in the order of the questions
-PING_QUESTION_OPTIONS = (
-    b"",
-    struct.pack("<I", PING_SUMMARY | PING_ARENAS),
-    struct.pack("<I", PING_ARENAS),
-)
-PING_WRONG_ANSWER = "timestamp: not the one that was sent, or %d bytes"
-# Some programs for zones reply with the total only if `timestamp % 600 < 300`, others only if
-# `timestamp % 1000 < 500`. In every 3000 timestamps the first 300 satisfy both.
-PING_NONCE_CYCLE = 3000
-PING_NONCES_PER_CYCLE = 300
 
 
-def ping_nonce():
-    """Return a random 32-bit timestamp for a ping that every zone answers with its player total.
-
-    Some zone programs look at `timestamp % 600` or `timestamp % 1000` to choose between the total
-    and the number of players in the game. Both choose the total for the first 300 timestamps of
-    every 3000, so only those are used."""
-    cycle_count = (1 << 32) // PING_NONCE_CYCLE
-    cycle_start = PING_NONCE_CYCLE * RANDOM.randrange(cycle_count)
-    return cycle_start + RANDOM.randrange(PING_NONCES_PER_CYCLE)
+def zone_owner(zone):
+    """Return the stored form of the announcer that a zone belongs to; {} if it has none."""
+    return zone.private.get("zone_owner", NO_DETAILS) if zone else NO_DETAILS
 
 
-class SubSpacePing(UdpProtocol, PolledGame):
-    """Serve SubSpace's ping port, one above the list port: answer pings and list zones.
+def zone_owned_by(source_port, password):
+    """Return the private attributes of a zone that was announced from this UDP port, with this
+    password, in bytes. Only a hash of the password is kept."""
+    # `person` makes the hash differ from a plain hash of the same password
+    hashed = hashlib.blake2b(
+        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
+    return {"zone_owner": {"port": str(source_port), "password": hashed.hexdigest()}}
 
-        > 11223344 03000000                     a ping of 4 or 8 bytes; answered as in ZonePoll,
-                                                with one arena per game
+
+def read_zone_owner(stored):
+    """Return an owner from its stored form. Raise Malformed."""
+    if not stored:
+        return {}                       # the ini names the zone, and nobody has announced it
+    port, password = str(stored.get("port")), str(stored.get("password"))
+    is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535
+    if not is_port or not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password):
+        raise Malformed("owner: expected a port and the hash of a password")
+    return {"port": port, "password": password}
+
+
+class ZonePoll(NamedTuple):
+    """What a zone has answered so far in a poll, as attributes of Server, and what it is asked
+    next."""
+
+    options: int
+    fields: Dict[str, Any]
+
+
+class SubSpace(PolledGame, UdpProtocol):
+    """Lists zones of SubSpace, and answers pings like a zone in which each game is one arena. This
+    is the port for both, one above the list port, which SubSpaceList serves.
+
         > 00000000 a861 0600 0100 86000000      ip (ignored), port, players, scores, version 134
           4c6f6f706261636b2054657374205a6f6e65 00…          name[32]
           63616e65 00…                                      password[48]
@@ -5295,727 +5294,484 @@ class SubSpacePing(UdpProtocol, PolledGame):
                                                 timestamp is a MAC of that address and port
         > 06000000 e0a11c4b                     the answer from there: the zone gets listed
 
-    An announcement changes nothing until the zone has answered this ping. An announcement that only
-    repeats the listed fields of a zone needs no answer and refreshes the zone at once. The answer
-    proves that the zone exists, but not that the zone sent the announcement, because zones answer
-    every ping. A listed zone therefore belongs to its ZoneOwner, which is stored with it as
-    Server.zone_owner, until this owner has been silent for ZONE_LIFETIME_S. Until then other
-    announcers may repeat the listed fields, but cannot change them. A zone that was announced by
-    HTTP stays listed for as long as it answers polls, so its owner never counts as silent.
+    Pings, in both directions; document: "ping/information protocol", version 1.0.
 
-    Listed zones are in the registry, where SubSpaceList finds them. This object keeps only the
-    announcements that are waiting for the answer to a ping, and the times at which owners were last
-    heard from."""
+        > 11223344              < 06000000 11223344
+        > 11223344 03000000     < 11223344 03000000 06000000 04000000
+                                  3000 0200 0100 706200 0100 0100 00
+
+    A poll asks the 4-byte question first, because every zone knows it. It is also the only one that
+    counts the players of a single zone if one asss program runs several zones as virtual servers.
+    The second question asks for options 1 (summary) and 2 (arenas) together. If the answer lacks
+    option 2, the list of arenas was too long for it, and the third question asks for option 2
+    alone.
+
+    An announcement changes nothing until the zone has answered the ping. One that only repeats the
+    listed texts of a zone needs no answer and keeps the zone listed. The answer proves that the
+    zone exists, but not that the zone sent the announcement, because zones answer every ping. A
+    listed zone therefore belongs to the UDP port and password that have announced it: its private
+    attribute `zone_owner`. Others may repeat the listed texts, but cannot change them, until the
+    owner has been silent for ZONE_LIFETIME_S. Of a zone with an owner, only the owner's
+    announcements set `last_seen`; those of others prolong its `lifetime`. A zone that was announced
+    by HTTP stays listed for as long as it answers polls, so its owner never counts as silent.
+    """
 
     game = "subspace"
+    title = "SubSpace"
+    settings = (
+        Setting("subspace.port", "4990", read_port,
+                "UDP port of the zone list; announcements and pings use the next port.",
+                live=False),
+        Setting("subspace.zones", "", list_reader(read_endpoint, "\n"),
+                "Known zones, one ADDRESS:PORT a line; pinged even if they never announce "
+                "themselves."),
+    )
+    ports = (Port("udp", 0, lambda room: SubSpaceList(room)), Port("udp", 1))
+    master_port = 4990
+    contact = Contact("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d")
+    private = {"zone_owner": Private({}, read_zone_owner)}
+    ipv4_list = True
+    announced_by_http = True
+    announced_over = "udp"
+    announce_offset = 1
     offset = 1
-    nonce = staticmethod(ping_nonce)
+    fetched_over = "udp"
+    has_repeats = True
+    # Announcements say how long a zone stays listed, and its answers do not
+    answer_lifetime_s = None
 
-    def __init__(self, core):
-        """Join a Core: its registry, its poller and its settings."""
-        super().__init__(core)
-        self.cookie = Cookie(os.urandom(16), PING_TIMESTAMP_BYTES)
-        self.waiting = WaitingAnnouncements()
-        self.heard_owners = {}          # HeardOwners by zone key; see track_owner()
-        self.queued_pings = []          # pings to zones that were announced by HTTP
+    def __init__(self, master=None):
+        super().__init__(master)
+        self.cookie = Cookie(os.urandom(16), PING_SHORT.size)
+        # Announcements whose zones have not answered a ping yet, each with the time until which
+        # other announcers cannot replace it; by the zone's address and port
+        self.waiting = Turns(MAX_WAITING_ANNOUNCEMENTS)
         self.echo_limiter = Limiter(ECHO_RATE)
-        self.read(core.settings)
 
     def read(self, settings):
-        """Take the zones that are always polled from the setting `subspace.zones`."""
-        endpoints = settings["subspace.zones"]
-        # The ini has nothing but endpoints for zones, so every value in this dict is None.
-        self.set_pinned(dict.fromkeys(endpoints))
+        super().read(settings)
+        self.named = dict.fromkeys(settings["subspace.zones"])
 
-    def on_registry_event(self, event, server):
-        """Begin to poll a zone that was listed; forget everything about a zone that is gone.
-
-        `event` is "listed" or "gone", and `server` is the zone."""
-        super().on_registry_event(event, server)
-        if event == "gone":
-            self.heard_owners.pop(server.key, None)
-
-    def tick(self, now):
-        """Update the zones that the ini names, and return the queued pings, [(datagram, peer)].
-
-        These pings go to zones that were announced by HTTP since the last call."""
-        self.resolve_pinned(now)
-        pings = self.queued_pings
-        self.queued_pings = []
-        return pings
+    def named_servers(self):
+        return self.named
 
     def datagram(self, data, peer, now):
-        """Handle a ping, a zone's answer to our ping, or an announcement from `peer`.
-
-        Return the replies as [(datagram, peer)]. Raise Malformed for any other datagram, and
-        Limited for a ping that a rate limit rejects. /check shows the reason to the sender of a
-        malformed or refused announcement."""
-        source, source_port = peer[:2]
-        if len(data) in PING_SIZES:
-            return self.on_ping(data, peer, now)
-        try:
-            announcement = parse_zone_announcement(data, source_port)
-        except Malformed as error:
-            self.registry.record_outcome(source, self.game, 0, "bad packet", now, str(error))
-            raise
-        try:
-            return self.on_announcement(source, announcement, now)
-        except Refused as refused:
-            self.record_refusal(source, announcement.port, refused, now)
-            return []
-
-    def record_refusal(self, source, port, refused, now):
-        """Store the reason why an announcement was refused, so that /check can show it.
-
-        `source` is the announcer's address, `port` the announced port of the zone, and `refused`
-        the exception with the reason."""
-        outcome = refused.outcome
-        reason = str(refused)
-        self.registry.record_outcome(source, self.game, port, outcome, now, reason)
-
-    # Pings
-
-    def on_ping(self, data, peer, now):
-        """Handle a datagram of 4 or 8 bytes: a ping to this master, or a zone's answer to our ping.
-
-        Return the replies as [(datagram, peer)]. An answer gets no reply. Raise Limited for a ping
-        that a rate limit rejects."""
+        if len(data) not in (PING_SHORT.size, PING_LONG.size):
+            return self.take_announcement(data, peer, now)
         source, source_port = peer[:2]
         endpoint = endpoint_text(source, source_port).encode()
-        # The timestamp of our own pings is a MAC, and zones send it back at the end of the answer.
-        mac = data[-PING_TIMESTAMP_BYTES:]
-        # Answers are recognized before the limits apply. Otherwise an attacker who floods us with
-        # pings from the zone's forged address could block the zone's answer.
-        if self.cookie.is_valid(mac, endpoint, now):
-            # A shorter datagram is our own ping: a zone was announced at this master's own port.
-            if len(data) == PING_SHORT_ANSWER.size:
-                players, _ = PING_SHORT_ANSWER.unpack(data)
-                zone_port = source_port - 1
-                self.on_ping_answer(source, zone_port, players, now)
-            return []
+        # Answers to our pings repeat the MAC at their end. They are recognized before the limits
+        # apply. Otherwise a flood of pings with the zone's forged address would keep them out
+        if not self.cookie.is_valid(data[-PING_SHORT.size:], endpoint, now):
+            return [(self.answer_ping(data, source, now), peer)]
+        # A shorter datagram is our own ping: a zone was announced at this master's own port
+        if len(data) == PING_TOTAL.size:
+            self.list_waiting(source, source_port - 1, PING_TOTAL.read(data).total, now)
+        return []
+
+    def answer_ping(self, ping, source, now):
+        """Return the answer to a ping. Raise Limited if a limit forbids one of its size."""
         if not self.rules.udp_request_limiter.allow(source, now):
             raise Limited
-        return self.answer_ping(data, peer, now)
-
-    def answer_ping(self, ping, peer, now):
-        """Return the answer to a ping of 4 or 8 bytes, as [(datagram, peer)].
-
-        The answer describes this master like a zone in which each game is one arena. Raise Limited
-        if a limit forbids an answer of this size."""
-        source, _ = peer[:2]
         arenas = []
-        total = 0
-        total_playing = 0
         for game, census in sorted(self.registry.census(now).items()):
-            players = clamp(census.players)
-            playing = clamp(census.playing)
-            arenas.append((game.encode(), players, playing))
-            total += players
-            total_playing += playing
-        answer = build_ping_answer(ping, total, total_playing, arenas)
-        # The sender may be forged, so the bytes beyond the size of the ping are limited.
-        extra_bytes = len(answer) - len(ping)
-        if not self.rules.allow_surplus("ping", source, extra_bytes, now):
+            arenas.append((game.encode(), clamp(census.players), clamp(census.playing)))
+        answer = ping_answer(ping, arenas)
+        # The sender may be forged, so the bytes beyond the size of the ping are limited
+        surplus_bytes = len(answer) - len(ping)
+        if not self.rules.allow_surplus("ping", source, surplus_bytes, now):
             raise Limited
-        # An answer of the same size may itself be a ping to another master, which would answer it.
-        if extra_bytes == 0 and not self.echo_limiter.allow(source, now):
+        # An answer of the same size may itself be a ping to another master, which would answer it
+        if surplus_bytes == 0 and not self.echo_limiter.allow(source, now):
             raise Limited
-        return [(answer, peer)]
-
-    def on_ping_answer(self, source, port, players, now):
-        """List or change a zone that has answered our ping, as its waiting announcement says.
-
-        `source` and `port` are the zone's own address and port, and `players` is the number in its
-        answer. Does nothing if no announcement is waiting, because the zone has answered twice or
-        too late. A refusal is only recorded for /check."""
-        announcement = self.waiting.pop(source, port)
-        if announcement is None:
-            return
-        address = self.rules.listed_address(source)
-        zone = self.registry.get(self.game, address, port)
-        if zone is not None:
-            owner = read_zone_owner(zone)
-            if owner != announcement.owner:
-                self.track_owner(zone, owner)
-        # The ownership was checked before the ping was sent. It is checked again, because since
-        # then the owner may have announced the zone, or another zone may have taken the name.
-        try:
-            self.check_ownership(zone, announcement, now)
-        except Refused as refused:
-            self.record_refusal(source, port, refused, now)
-            return
-        self.list_announced_zone(source, announcement, players, now)
-
-    def list_announced_zone(self, source, announcement, players, now):
-        """List or change a zone as its announcement says, and make the announcer its owner.
-
-        `source` is the zone's address, and `players` is the number in its answer to our ping. The
-        zone is also polled from now on. A refusal is only recorded for /check."""
-        owner = announcement.owner
-        # A poll that is under way starts again, because it may have begun before the zone did.
-        target = self.poller.poll_now(self, source, announcement.port, now)
-        self.poller.make_own(target)
-        fields = {
-            **announcement.fields,
-            "players": clamp(players),
-            "zone_owner": owner.to_texts(),
-        }
-        zone = self.list_polled(target, fields, now, announcement.lifetime)
-        is_listed = zone is not None
-        if is_listed:
-            self.heard_owners[zone.key] = HeardOwner(owner, now)
+        return answer
 
     # Announcements
 
-    def on_announcement(self, source, announcement, now):
-        """Refresh a listed zone if the announcement only repeats it; otherwise ping the zone.
+    def take_announcement(self, data, peer, now):
+        """Keep a zone listed that the announcement only repeats; otherwise return a ping to it.
 
-        `source` is the zone's address. A zone that announces no name gets its endpoint as its name.
-        Return the ping as [(datagram, peer)], or [] if nothing is to be sent. Raise Refused if a
-        rule, a limit or another owner of the zone or the name forbids the announcement."""
+        Raise Refused if a rule, a limit or another owner of the zone or the name forbids it."""
+        source, source_port = peer[:2]
+        port, announcement = read_zone_announcement(data, source_port)
         address = self.rules.listed_address(source)
-        port = announcement.port
-        announcer = announcement.owner
-        fields = announcement.fields
-        if not fields.get("name"):
-            fields["name"] = endpoint_text(address, port)
+        announcement["name"] = announcement["name"] or endpoint_text(address, port)
         zone = self.registry.get(self.game, address, port)
-        if zone is None:
-            self.admit_new_zone(source, address, announcement, now)
-        else:
-            owner = read_zone_owner(zone)
-            if announcer != owner:
-                self.track_owner(zone, owner)
-            elif not zone.master:
-                self.heard_owners[zone.key] = HeardOwner(owner, now)
-            if self.is_repetition(zone, owner, announcement, now):
-                self.registry.confirm(zone, now)
-                return []
-        self.check_ownership(zone, announcement, now)
-        return self.ping_zone(source, announcement, now)
-
-    def on_http_announcement(self, source, port, fields, now):
-        """Handle an announcement that came by HTTP; the next tick() pings the zone.
-
-        `source` and `port` are the zone's address and port. `fields` holds attributes of Server by
-        name; "players" is ignored, because the zone's answers tell the players. Raise Refused if
-        the zone cannot or may not be listed."""
-        if ":" in source or port > MAX_ZONE_PORT:
-            raise Refused("bad packet", "SubSpace lists IPv4 addresses and ports up to %d only; "
-                                        "this is %s" % (MAX_ZONE_PORT, endpoint_text(source, port)))
-        announced_fields = dict(fields)
-        announced_fields.pop("players", None)
-        announcement = ZoneAnnouncement(
-            port=port,
-            fields=announced_fields,
-            owner=create_zone_owner(NO_SOURCE_PORT, ZONE_PASSWORD),
-            lifetime=math.inf,
-        )
-        pings = self.on_announcement(source, announcement, now)
-        self.queued_pings += pings
-
-    def admit_new_zone(self, source, address, announcement, now):
-        """Raise Refused if the rules or a limit forbid listing an announced zone that is new.
-
-        Otherwise /check shows from now on that the zone has not answered a ping yet. `source` is
-        the zone's address as we see it, and `address` the one under which it will be listed."""
-        port = announcement.port
-        key = self.game, address, port
-        name = announcement.fields["name"]
-        self.registry.check_admission(key, source, name)
-        detail = "no answer yet to a ping on UDP port %d" % (port + 1)
-        self.registry.record_outcome(source, self.game, port, "silent", now, detail)
-
-    def ping_zone(self, source, announcement, now):
-        """Store an announcement until the zone has answered a ping, and return that ping.
-
-        The ping is returned as [(datagram, peer)]. Return [] if an announcement of the same zone
-        by another announcer is already waiting: its ping has been sent."""
-        source_limit = self.rules.max_servers_per_source
-        if self.rules.exempts(source):
-            source_limit = MAX_WAITING_ANNOUNCEMENTS
-        if not self.waiting.add(source, announcement, source_limit, now):
+        if zone is not None and self.keep_listed(zone, announcement, now, hash((data, peer))):
             return []
-        ping_port = announcement.port + 1
-        endpoint = endpoint_text(source, ping_port).encode()
-        ping = self.cookie.make(endpoint, now)
+        try:
+            if zone is None:
+                self.registry.check_admission(
+                    (self.game, address, port), source, announcement["name"])
+            self.check_ownership(zone, announcement, now)
+        except Refused as refused:
+            refused.port = port
+            raise
+        ping_port = port + 1
+        if zone is None:
+            self.registry.record_outcome(source, self.game, port, "silent", now,
+                                         "no answer yet to a ping on UDP port %d" % ping_port)
+        waiting, protected_until = self.waiting.get((source, port)) or (announcement, now)
+        if now < protected_until and waiting["private"] != announcement["private"]:
+            # A forged announcement must not profit from the answer to the ping of another one
+            return []
+        limit = self.rules.max_servers_per_source
+        if self.rules.exempts(source):
+            limit = MAX_WAITING_ANNOUNCEMENTS
+        self.waiting.add(source, (source, port), (announcement, now + POLL_TIMEOUT_S), limit)
+        ping = self.cookie.make(endpoint_text(source, ping_port).encode(), now)
         return [(ping, (source, ping_port))]
 
+    def keep_listed(self, zone, announcement, now, fingerprint=None):
+        """Keep a zone listed if its announcement only says again what is listed. Return whether it
+        does.
+
+        It may come from another port than the owner's, because a router may have changed that. The
+        owner's silence goes on then; once that has lasted too long, the result is False."""
+        owner = zone_owner(zone)
+        announcer = announcement["private"]["zone_owner"]
+        if owner.get("password") != announcer["password"]:
+            return False
+        for name, value in announcement.items():
+            if name == "details":       # the others in the list come from answers
+                if zone.details.get("scores") != value.get("scores"):
+                    return False
+            elif name != "private" and getattr(zone, name) != value:
+                return False
+        if announcer != owner:
+            if self.is_owner_silent(zone, now):
+                return False
+            if not zone.master:
+                prolonged = now - zone.last_seen + ZONE_LIFETIME_S
+                zone.lifetime = max(zone.lifetime, prolonged)
+            return True
+        if zone.master:
+            return False                # it is pinged, so that we list it ourselves
+        self.registry.confirm(zone, now)
+        if fingerprint is not None:
+            self.registry.set_fingerprint(zone, fingerprint)
+        return True
+
+    def list_waiting(self, source, port, players, now):
+        """List or change the zone at `source` and `port`, which has answered our ping, as the
+        announcement says that waits for it, if one does."""
+        waiting = self.waiting.pop((source, port))
+        if waiting is None:             # the zone has answered twice, or too late
+            return
+        target = self.poller.find(self, source, port)
+        if target is None:
+            target = self.poller.add(self, source, port, ANNOUNCED)
+        elif target.why == FOUND:
+            target.why = ANNOUNCED
+        target.announcement, _ = waiting
+        target.lifetime = math.inf if target.why == NAMED else ZONE_LIFETIME_S
+        self.list_polled(target, {"players": clamp(players)}, now)
+        # A poll that is under way starts again, because it may have begun before the zone did
+        self.poller.poll_now(target, now)
+
+    def announced(self, source, port, fields, now, lifetime=math.inf):
+        if port > MAX_ZONE_PORT:
+            raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
+                MAX_ZONE_PORT, port))
+        address = self.rules.listed_address(source)
+        announcement = {**fields, "private": zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)}
+        announcement["name"] = fields.get("name") or endpoint_text(address, port)
+        announcement.pop("players", None)       # the zone's answers tell the players
+        zone = self.registry.get(self.game, address, port)
+        if zone is not None and self.keep_listed(zone, announcement, now):
+            return self.poller.find(self, source, port)
+        self.check_ownership(zone, announcement, now)
+        return super().announced(source, port, announcement, now, lifetime)
+
     # Ownership
-
-    def track_owner(self, zone, owner):
-        """Start the silence timeout of a zone's owner, if this master has not heard the owner yet.
-
-        `owner` is the ZoneOwner of the listed zone, or None. It has not been heard if the zone was
-        listed before a restart, or was taken over from another master. Its silence then counts from
-        `zone.last_seen`. A copy of that time is kept in `heard_owners`, because `last_seen` moves
-        on whenever another announcer repeats what is listed."""
-        if owner is None or owner.announces_by_http:
-            return                              # there is nobody who could become silent
-        if zone.master:
-            return                              # is_owner_silent() uses `last_seen` itself here
-        last_heard = self.heard_owners.get(zone.key)
-        has_been_heard = last_heard is not None and last_heard.owner == owner
-        if not has_been_heard:
-            self.heard_owners[zone.key] = HeardOwner(owner, zone.last_seen)
-
-    def is_repetition(self, zone, owner, announcement, now):
-        """Return True if an announcement only says again what is listed about a zone.
-
-        `owner` is the ZoneOwner of the listed zone, or None. The announcement may come from another
-        UDP port than the owner's, because a router may have changed the port. In that case the
-        password must be the same, and the owner must not be silent."""
-        announcer = announcement.owner
-        if owner is None or owner.password_hash != announcer.password_hash:
-            return False
-        if not has_announced_fields(zone, announcement):
-            return False
-        if announcer == owner:
-            # A zone that only another master has heard is pinged, so that we list it ourselves.
-            return not zone.master
-        return not self.is_owner_silent(zone, owner, now)
-
-    def is_owner_silent(self, zone, owner, now):
-        """Return True if the owner of a listed zone has not announced it for ZONE_LIFETIME_S.
-
-        The caller must have called track_owner() for this zone and owner before."""
-        if owner.announces_by_http:
-            return False                        # its zone stays listed for as long as it answers
-        if zone.master:
-            heard_at = zone.last_seen           # the master that listed the zone has checked it
-        else:
-            heard_at = self.heard_owners[zone.key].heard_at
-        return self.registry.is_silent(zone.source, heard_at, ZONE_LIFETIME_S, now)
 
     def check_ownership(self, zone, announcement, now):
         """Raise Refused if the announced zone or name belongs to another announcer.
 
         `zone` is the listed zone at the announced address and port, or None."""
-        if zone is None:
-            self.check_zone_name(announcement)
+        announcer = announcement["private"]["zone_owner"]
+        owner = zone_owner(zone)
+        if owner and owner != announcer and not self.is_owner_silent(zone, now):
+            if owner["port"] == ZONE_HTTP_PORT:
+                raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
+            if owner["password"] != announcer["password"]:
+                raise Refused("password", "wrong password for this zone; a new password is "
+                              "accepted once the zone has been silent for %d s" % ZONE_LIFETIME_S)
+            raise Refused("owner", "another UDP port of this address announces this zone with "
+                                   "other texts; this announcement is accepted once that port has "
+                                   "been silent for %d s" % ZONE_LIFETIME_S)
+        # The first password that comes with a name owns the name while a zone with both is listed
+        # and answers. A listed zone keeps its own name
+        name = announcement.get("name", "")
+        if zone is not None and zone.name == name:
             return
-        self.check_owner(zone, announcement, now)
-        if zone.name != announcement.fields["name"]:
-            self.check_zone_name(announcement, zone)
-
-    def check_owner(self, zone, announcement, now):
-        """Raise Refused if the listed zone belongs to another announcer that is not silent."""
-        owner = read_zone_owner(zone)
-        announcer = announcement.owner
-        if owner is None or owner == announcer:
-            return
-        if self.is_owner_silent(zone, owner, now):
-            return
-        if owner.announces_by_http:
-            raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
-        if owner.password_hash != announcer.password_hash:
-            raise Refused("password", "wrong password for this zone; a new password is accepted "
-                                      "once the zone has been silent for %d s" % ZONE_LIFETIME_S)
-        raise Refused("owner", "another UDP port of this address announces this zone with other "
-                               "texts; this announcement is accepted once that port has been "
-                               "silent for %d s" % ZONE_LIFETIME_S)
-
-    def check_zone_name(self, announcement, announced_zone=None):
-        """Raise Refused if another zone owns the announced name.
-
-        The first password that comes with a name owns the name while a zone with both is listed and
-        answers. `announced_zone` is the announced zone if it is listed already; it may keep its own
-        name."""
-        name = announcement.fields["name"].casefold()
-        password_hash = announcement.owner.password_hash
-        for zone in self.registry.games[self.game].values():
-            if zone is announced_zone or not zone.responding:
+        for other in self.registry.games[self.game].values():
+            if other is zone or not other.responding or other.name.casefold() != name.casefold():
                 continue
-            if zone.name.casefold() != name:
-                continue
-            owner = read_zone_owner(zone)
-            if owner is None:
-                continue
-            if owner.password_hash != password_hash:
+            if zone_owner(other).get("password", announcer["password"]) != announcer["password"]:
                 raise Refused("name", "the name %s belongs to another zone, with another "
-                                      "password, for as long as that is listed" % zone.name)
+                                      "password, for as long as that is listed" % other.name)
+
+    def is_owner_silent(self, zone, now):
+        if zone_owner(zone)["port"] == ZONE_HTTP_PORT:
+            return False                # its zone stays listed for as long as it answers
+        return self.registry.is_silent(zone.source, zone.last_seen, ZONE_LIFETIME_S, now)
 
     # Polls
 
-    def query(self, target):
-        """Return the datagram with the next question of the target's poll.
+    def nonce(self):
+        """Return a timestamp that every zone answers with its player total.
 
-        If no poll of this zone is under way, one begins: a ZonePoll in `target.querier_data`."""
-        if target.querier_data is None:
-            target.querier_data = ZonePoll()
-        poll = target.querier_data
-        return poll.build_question(target.nonce)
+        Some zone programs reply with the total only if `timestamp % 600 < 300`, others only if
+        `timestamp % 1000 < 500`. In every 3000 timestamps the first 300 satisfy both."""
+        cycles = (1 << 32) // 3000
+        return 3000 * RANDOM.randrange(cycles) + RANDOM.randrange(300)
 
-    def answer(self, target, data, now):
-        """Read a zone's answer to the open question of its poll.
+    def question(self, target):
+        if target.step is None:
+            return PING_SHORT.write(timestamp=target.nonce)
+        return PING_LONG.write(timestamp=target.nonce, options=target.step.options)
 
-        Return None if another question follows. Otherwise update the listed zone and return b"",
-        which means that nothing is sent. Raise Malformed if `data` does not answer the
-        question."""
-        poll = target.querier_data
-        is_complete = poll.read_answer(data, target.nonce)
-        if not is_complete:
+    def read_answer(self, target, data):
+        if len(data) > PING_ANSWER_BYTES_ACCEPTED:
+            raise Malformed("length: more than %d bytes" % PING_ANSWER_BYTES_ACCEPTED)
+        poll = target.step
+        answer = PING_LONG.read(data) if poll else PING_TOTAL.read_whole(data)
+        if answer.timestamp != target.nonce:
+            raise Malformed("timestamp: not that of the open query")
+        if poll is None:
+            fields = {"players": clamp(answer.total), "playing": None, "details": {"arenas": ""}}
+            target.step = ZonePoll(PING_SUMMARY | PING_ARENAS, fields)
             return None
-        self.apply_poll(target, now)
-        return b""
-
-    def poll_missed(self, target, now):
-        """Handle a question that got no answer; return True if the zone is to be polled no longer.
-
-        If the zone has answered an earlier question of this poll, the poll counts as complete,
-        because old zones know only the first question."""
-        poll = target.querier_data
-        if poll.step == 0:
-            return super().poll_missed(target, now)
-        target.missed_polls = 0
-        self.apply_poll(target, now)
-        return False
-
-    def apply_poll(self, target, now):
-        """End a poll, and update the listed zone with its answers.
-
-        A zone that is not listed yet is listed if the ini or another list names it; otherwise its
-        answers are dropped."""
-        poll = target.querier_data
-        target.querier_data = None
-        zone = self.listed_server(target)
-        is_named = target.pinned or target.found is not None
-        if zone is None and not is_named:
-            return
-        if zone is not None and zone.master:
-            return              # the master that listed this zone polls it as well
-        fields = {
-            "players": poll.players,
-            "playing": poll.playing,
-            "responding": True,
-            "verified": "query",
-            "ping_ms": round(target.ping_ms),
-        }
-        if zone is None:
-            fields["name"] = endpoint_text(*self.listed_endpoint(target))
-        else:
-            fields["details"] = {**zone.details, "arenas": poll.arenas}
-        if target.found is not None:
-            fields.update(self.found_zone_fields(target.found, poll))
-        if is_named or zone.lifetime == math.inf:
-            self.list_polled(target, fields, now)
-        else:
-            # Announcements keep this zone listed; answers to polls do not extend that time.
-            fields["confirmed"] = True
-            self.registry.update(zone, fields)
-
-    @staticmethod
-    def found_zone_fields(found, poll):
-        """Return the attributes of Server that another list gives for a FoundServer.
-
-        A zone's answers do not tell its name and description. `poll` is the ZonePoll that has just
-        ended."""
-        fields = {**found.fields, "verified": "another list"}
-        if "details" in fields:
-            fields["details"] = {**fields["details"], "arenas": poll.arenas}
+        fields = dict(poll.fields)
+        blocks = data[PING_LONG.size:]
+        if answer.options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
+            counts = PING_COUNTS.read(blocks)
+            # A higher total than in the first answer means that this zone is one of several that
+            # run in one program; this answer counts the players of all of them. A difference of
+            # two has another cause: players join between two answers
+            if counts.total > fields["players"] + 2:
+                return fields
+            fields["playing"] = counts.playing
+            blocks = blocks[PING_COUNTS.size:]
+        if answer.options & PING_ARENAS:
+            fields["details"] = {"arenas": arenas_text(blocks)}
+        elif poll.options & PING_SUMMARY:
+            target.step = ZonePoll(PING_ARENAS, fields)
+            return None
         return fields
 
+    def answers_so_far(self, target):
+        """Old zones know only the first question."""
+        return target.step and target.step.fields
 
-class ZoneOwner(NamedTuple):
-    """The announcer that a listed zone belongs to."""
+    def list_polled(self, target, fields, now):
+        """List a zone as its announcement or its answers say.
 
-    source_port: int                # the UDP port that it announces from, or NO_SOURCE_PORT
-    password_hash: str              # hexadecimal
+        The ownership of an announcement is checked again: since it was made, the owner may have
+        announced the zone, or another zone may have taken the name."""
+        zone = self.listed_server(target)
+        announcement = target.announcement
+        if announcement is None and zone is not None and zone.master:
+            return zone                 # the master that has listed this zone polls it as well
+        if announcement is not None:
+            try:
+                self.check_ownership(zone, announcement, now)
+            except Refused as refused:
+                target.announcement = None
+                self.report(target, refused.outcome, now, str(refused))
+                return zone
+        # Answers tell the arenas, and announcements the scores
+        details = dict(zone.details) if zone else {}
+        details.update(fields.get("details", NO_DETAILS))
+        if announcement is not None:
+            details.update(announcement.get("details", NO_DETAILS))
+        elif target.why == FOUND:
+            # Answers do not tell its texts
+            fields = {"verified": "another list", **fields}
+            details.update(target.found.fields.get("details", NO_DETAILS))
+        heard_at = zone and zone.last_seen
+        fingerprints = zone.fingerprints if zone else ()
+        listed = super().list_polled(target, {**fields, "details": details}, now)
+        if zone is None or listed is not zone or announcement is not None:
+            return listed
+        if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
+            zone.last_seen = heard_at
+        if not zone.fingerprints:
+            # What an answer has changed is not in the announcement, so that still says nothing new
+            for fingerprint in fingerprints:
+                self.registry.add_fingerprint(zone, fingerprint)
+        return zone
 
-    @property
-    def announces_by_http(self):
-        """Return True if the zone was announced by HTTP and not from a UDP port."""
-        return self.source_port == NO_SOURCE_PORT
+    # Lists, and what announces a zone
 
-    def to_texts(self):
-        """Return the owner as a dict of texts, which is how Server.zone_owner stores it."""
+    def lists(self):
+        return {"zones": ServerList(counted_zone_entry, is_ipv4, join=lambda entries, now: entries)}
+
+    def fetch(self):
+        # The clock of the link counts the seconds in which nothing came
+        now = 0.0
+        link = ZoneListLink(now, [ZONE_LIST_REQUEST + bytes(4)])
+        connect = LINK_CONNECT + os.urandom(3) + b"\0" + LINK_VERSIONS[0]
+        for _ in range(3):
+            data = yield Send(connect, 2.0)
+            if data is not None:        # any datagram means that the master agrees
+                break
+        else:
+            raise TimeoutError("no answer")
+        packets = link.tick(now)
+        while len(link.zones) < link.total and not link.is_closed:
+            data = yield Send(packets, LINK_SILENCE_S)
+            if data is None:
+                now += LINK_SILENCE_S
+                packets = link.tick(now)
+            else:
+                packets = link.receive(data, now)
+        yield Send(LINK_DISCONNECT, 0.0)
+        if len(link.zones) != link.total:
+            raise TimeoutError("no list came")
+        return read_zone_list(bytes(link.zones))
+
+    def found(self, entry):
         return {
-            "port": str(self.source_port),
-            "password": self.password_hash,
+            "name": entry["name"],
+            "version": str(entry["version"]),
+            "description": entry["description"],
+            "details": {"scores": "yes" if entry["scores"] else "no"},
         }
 
+    def announce(self, server):
+        while True:
+            data = yield Send(
+                self.announcement(server), 60.0, accepted=True,     # asss announces as often
+                state="announced; masters of this game do not answer but ping the next UDP port")
+            while data is not None:
+                data = yield Send()
 
-def create_zone_owner(source_port, password):
-    """Return the ZoneOwner for an announcer: only a hash of its password is kept.
+    def announcement(self, server, **further):
+        head = ZONE_ANNOUNCEMENT.write(
+            port=server.port, players=server.players, scores=1, version=ZONE_VERSION,
+            name=server.name, password=ZONE_PASSWORD)
+        most_bytes = ZONE_ANNOUNCEMENT_BYTES - len(head) - 1
+        return head + text_field(server.description, most_bytes, "cp1252") + b"\0"
 
-    `source_port` is the UDP port that it announces from, or NO_SOURCE_PORT for HTTP; `password` is
-    the announced password as bytes."""
-    # `person` makes the hash differ from a plain hash of the same password.
-    hashed = hashlib.blake2b(
-        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
-    return ZoneOwner(source_port, hashed.hexdigest())
+    def farewell(self, server):
+        return b""
 
-
-def read_zone_owner(zone):
-    """Return the ZoneOwner that is stored in `zone.zone_owner`, a dict of texts.
-
-    Return None if nobody has announced the zone, or if the texts are invalid. They may come from
-    the disk or from another master, so they are not trusted."""
-    port_text = zone.zone_owner.get("port", "")
-    password_hash = zone.zone_owner.get("password", "")
-    if not re.fullmatch("[0-9]{1,5}", port_text):
-        return None
-    source_port = int(port_text)
-    if source_port > 65535:
-        return None
-    if not ZONE_PASSWORD_HASH.fullmatch(password_hash):
-        return None
-    return ZoneOwner(source_port, password_hash)
-
-
-class HeardOwner(NamedTuple):
-    """The owner of a zone and when it last announced the zone."""
-
-    owner: ZoneOwner
-    heard_at: float                 # seconds of the monotonic clock
+    def answer(self, server, data):
+        """Answer a ping for a zone that does not do it itself. All players are in one arena: the
+        one that `map` names, or the public one. Raise Malformed if the data are not a ping."""
+        if len(data) not in (PING_SHORT.size, PING_LONG.size):
+            raise Malformed("a ping has 4 or 8 bytes")
+        # If it is not known how many only watch, all of them count as playing
+        playing = server.players if server.playing is None else server.playing
+        arena = text_field(server.map, 15, "cp1252") or b"0"
+        return ping_answer(data, [(arena, server.players, playing)])
 
 
-class ZoneAnnouncement(NamedTuple):
-    """An announcement of a zone. The number of players is left out: the zone's answers tell it."""
+def read_zone_announcement(data, source_port):
+    """Return the announced port and the announced attributes of Server, from a datagram that came
+    from the UDP port `source_port`.
 
-    port: int                       # the announced port of the zone
-    fields: Dict[str, Any]          # attributes of Server by name
-    owner: ZoneOwner                # the announcer, who will own the zone
-    lifetime: float                 # seconds; infinite if it came by HTTP
-
-
-def parse_zone_announcement(data, source_port):
-    """Return the ZoneAnnouncement in a datagram that came from the UDP port `source_port`.
-
-    The format is ip[4] port.u16 players.u16 scores.u16 version.u32 name[32] password[48]
-    description, 95 to 480 bytes. The ip and the players are ignored. Raise Malformed for another
-    length, and for a port from which no zone can announce or at which no zone can be pinged."""
-    if not ZONE_ANNOUNCEMENT_HEAD.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
+    The ip and the players are ignored: the zone's source and its answers tell them. Raise Malformed
+    if no zone can have sent this, or if the zone could not be pinged."""
+    if not ZONE_ANNOUNCEMENT.size < len(data) <= ZONE_ANNOUNCEMENT_BYTES:
         raise Malformed("length: %d bytes instead of 4, 8 or 95 to 480" % len(data))
-    if source_port == NO_SOURCE_PORT:
+    if source_port == 0:
         raise Malformed("source port: a datagram from port 0 is forged")
-    _, port, _, scores, version, name, password = ZONE_ANNOUNCEMENT_HEAD.unpack_from(data)
-    if port > MAX_ZONE_PORT:
+    head = ZONE_ANNOUNCEMENT.read(data)
+    if head.port > MAX_ZONE_PORT:
         raise Malformed("port: 65535 leaves no next one for pings")
-    description = c_string(data[ZONE_ANNOUNCEMENT_HEAD.size:])
-    has_scores = scores & 0xFF              # only the low byte counts
-    fields = {
-        "name": decode_legacy(c_string(name)),
-        "version": str(version),
+    description = c_string(data[ZONE_ANNOUNCEMENT.size:])
+    return head.port, {
+        "name": head.name,
+        "version": str(head.version),
         "description": decode_legacy(description, TEXT_CHARACTERS),
-        "details": {"scores": "yes" if has_scores else "no"},
+        "details": {"scores": "yes" if head.scores else "no"},
+        "private": zone_owned_by(source_port, c_string(head.password)),
     }
-    owner = create_zone_owner(source_port, c_string(password))
-    return ZoneAnnouncement(port, fields, owner, ZONE_LIFETIME_S)
 
 
-def has_announced_fields(zone, announcement):
-    """Return True if all fields of an announcement have the same values in the listed zone."""
-    for name, announced_value in announcement.fields.items():
-        if name == "details":
-            # Announcements tell only the scores; the other details come from answers to polls.
-            if zone.details.get("scores") != announced_value["scores"]:
-                return False
-        elif getattr(zone, name) != announced_value:
-            return False
-    return True
+def ping_answer(ping, arenas):
+    """Return the answer to a ping of 4 or 8 bytes.
 
-
-class WaitingAnnouncement(NamedTuple):
-    """An announcement whose zone was pinged and has not answered yet."""
-
-    announcement: ZoneAnnouncement
-    since: float                    # when it began to wait: seconds of the monotonic clock
-
-    def is_protected_from(self, announcer, now):
-        """Return True if this announcer, a ZoneOwner, may not replace the announcement yet."""
-        if self.announcement.owner == announcer:
-            return False
-        return now < self.since + WAITING_ANNOUNCEMENT_KEPT_S
-
-
-class WaitingAnnouncements:
-    """Keep one WaitingAnnouncement for each zone that was pinged, by source and announced port.
-
-    An answer to a ping proves that the zone exists, but not which announcer is the right one. An
-    announcement is therefore protected from other announcers for WAITING_ANNOUNCEMENT_KEPT_S.
-    Otherwise a forged announcement could replace it and profit from the answer to its ping. Each
-    source, an IPv4 address, has a limit; beyond it, the source loses its own oldest announcement.
-    If there are too many announcements in all, the source that has been silent for longest loses
-    its oldest one."""
-
-    def __init__(self):
-        """Begin without announcements."""
-        # For each source, its announcements by port. Both levels are ordered: the source and the
-        # announcement that were added last come last.
-        self.by_source = collections.OrderedDict()
-        self.total = 0
-
-    def add(self, source, announcement, source_limit, now):
-        """Store an announcement by this source, and return True.
-
-        Return False, and changes nothing, if another announcer's announcement of the zone is still
-        protected. The oldest announcements are dropped if this source has more than `source_limit`,
-        or if there are too many in all."""
-        port = announcement.port
-        by_port = self.by_source.setdefault(source, collections.OrderedDict())
-        self.by_source.move_to_end(source)
-        present = by_port.get(port)
-        if present is not None and present.is_protected_from(announcement.owner, now):
-            return False
-        count_before = len(by_port)
-        keep_latest(by_port, port, WaitingAnnouncement(announcement, now), source_limit)
-        self.total += len(by_port) - count_before
-        while self.total > MAX_WAITING_ANNOUNCEMENTS:
-            self.drop_oldest()
-        return True
-
-    def drop_oldest(self):
-        """Drop the oldest announcement of the source that has been silent for longest."""
-        source, by_port = next(iter(self.by_source.items()))
-        oldest_port = next(iter(by_port))
-        self.pop(source, oldest_port)
-
-    def pop(self, source, port):
-        """Remove and return the ZoneAnnouncement that waits for this zone; None if there is none.
-
-        `source` and `port` are the zone's address and announced port."""
-        by_port = self.by_source.get(source, {})
-        waiting = by_port.pop(port, None)
-        if waiting is None:
-            return None
-        self.total -= 1
-        if not by_port:
-            del self.by_source[source]
-        return waiting.announcement
-
-
-def build_ping_answer(ping: bytes, total: int, playing: int,
-                      arenas: Iterable[Tuple[bytes, int, int]]) -> bytes:
-    """Return the answer to a ping of 4 or 8 bytes, in the form that ZonePoll describes.
-
-    `total` counts all players, and `playing` those who are in the game. `arenas` has (name, total,
-    playing) of each arena; once an arena does not fit into 512 bytes, it and all later ones are
-    left out."""
-    if len(ping) == PING_TIMESTAMP_BYTES:
-        return PING_SHORT_ANSWER.pack(total, ping)
-    timestamp, asked_options = PING_HEAD.unpack(ping)
-    options = asked_options & (PING_SUMMARY | PING_ARENAS)
-    answer = PING_HEAD.pack(timestamp, options)
+    `arenas` has (name, total, playing) of each arena. Once an arena does not fit into 512 bytes, it
+    and all later ones are left out."""
+    total = sum(arena_total for _, arena_total, _ in arenas)
+    if len(ping) == PING_SHORT.size:
+        return PING_TOTAL.write(total=total, timestamp=PING_SHORT.read(ping).timestamp)
+    asked = PING_LONG.read(ping)
+    options = asked.options & (PING_SUMMARY | PING_ARENAS)
+    answer = PING_LONG.write(timestamp=asked.timestamp, options=options)
     if options & PING_SUMMARY:
-        answer += PING_COUNTS.pack(total, playing)
+        playing = sum(arena_playing for _, _, arena_playing in arenas)
+        answer += PING_COUNTS.write(total=total, playing=playing)
     if not options & PING_ARENAS:
         return answer
     for name, arena_total, arena_playing in arenas:
-        counts = PING_ARENA_COUNTS.pack(arena_total, arena_playing)
-        block = name + b"\0" + counts
-        # One more byte is needed for the NUL at the end.
+        block = name + b"\0" + PING_ARENA_COUNTS.write(total=arena_total, playing=arena_playing)
+        # One more byte is needed for the NUL at the end
         if len(answer) + len(block) >= PING_ANSWER_BYTES:
             break
         answer += block
     return answer + b"\0"
 
 
-class ZonePoll:
-    """Ask one zone the questions of one poll, each with its own nonce as timestamp.
-
-    Document: "ping/information protocol", version 1.0.
-
-        > 11223344              < 06000000 11223344
-        > 11223344 03000000     < 11223344 03000000 06000000 04000000
-                                  3000 0200 0100 706200 0100 0100 00
-
-    The 4-byte question comes first, because every zone knows it. It is also the only one that
-    counts the players of a single zone if one asss program runs several zones as virtual servers.
-    The second question asks for options 1 (summary) and 2 (arenas) together. If the answer lacks
-    option 2, the list of arenas was too long for it, and the third question asks for option 2
-    alone.
-    """
-
-    def __init__(self):
-        """Begin a poll of one zone, with the first question."""
-        # The number of questions that were answered; it is also the index of the next question
-        self.step = 0
-        self.players = 0
-        self.playing = None             # None until the zone has answered it
-        self.arenas = ""                # such as "(Public 0) 2/1, duel 1/1": total and playing
-
-    def build_question(self, nonce):
-        """Return the datagram with the next question: 4 or 8 bytes, with `nonce` as timestamp."""
-        timestamp = struct.pack("<I", nonce)
-        return timestamp + PING_QUESTION_OPTIONS[self.step]
-
-    def read_answer(self, data, nonce):
-        """Read the answer to the question that build_question() last built with this nonce.
-
-        Return True if the poll is complete, and False if there is another question. Raise
-        Malformed if `data` has another timestamp or a wrong size."""
-        expected_timestamp = struct.pack("<I", nonce)
-        if not PING_HEAD.size <= len(data) <= PING_ANSWER_BYTES_ACCEPTED:
-            raise Malformed(PING_WRONG_ANSWER % len(data))
-        if self.step == 0:
-            return self.read_total(data, expected_timestamp)
-        timestamp, options = PING_HEAD.unpack_from(data)
-        if timestamp != expected_timestamp:
-            raise Malformed(PING_WRONG_ANSWER % len(data))
-        self.step += 1
-        return self.read_options(options, data[PING_HEAD.size:])
-
-    def read_total(self, data, expected_timestamp):
-        """Read the answer to the first question: total.u32 and the timestamp.
-
-        Return False, because another question follows. Raise Malformed if `data` has another
-        timestamp or more bytes."""
-        expected_size = PING_SHORT_ANSWER.size
-        total, timestamp = PING_SHORT_ANSWER.unpack_from(data)
-        if timestamp != expected_timestamp or len(data) != expected_size:
-            raise Malformed(PING_WRONG_ANSWER % len(data))
-        self.step += 1
-        self.players = clamp(total)
-        return False
-
-    def read_options(self, options, blocks):
-        """Read the blocks of an answer: the summary and the arenas, if `options` has their bits.
-
-        Return True if the poll is complete, and False if there is another question."""
-        if options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
-            total, playing = PING_COUNTS.unpack_from(blocks)
-            # A higher total than in the first answer means that this zone is one of several that
-            # run in one program. This answer then counts the players of all of them.
-            if total > self.players + PING_TOTAL_TOLERANCE:
-                return True
-            self.playing = playing
-            blocks = blocks[PING_COUNTS.size:]
-        if options & PING_ARENAS:
-            self.arenas = format_arenas(blocks)
-            return True
-        return self.step == len(PING_QUESTION_OPTIONS)
-
-
-def format_arenas(data):
+def arenas_text(blocks):
     """Return the arenas in an answer as one text, such as "(Public 0) 2/1, duel 1/1".
 
-    `data` has a block for each arena: the name, a NUL, total.u16 and playing.u16. An empty name or
-    an incomplete block ends the list."""
+    There is a block for each arena: the name, a NUL, total and playing. Public arenas have numbers
+    as names. An empty name or an incomplete block ends the list."""
     arenas = []
-    remaining = data
     while True:
-        name, _, remaining = remaining.partition(b"\0")
-        if not name or len(remaining) < PING_ARENA_COUNTS.size:
-            break
-        total, playing = PING_ARENA_COUNTS.unpack_from(remaining)
-        remaining = remaining[PING_ARENA_COUNTS.size:]
-        name_text = format_arena_name(name)
-        arenas.append("%s %d/%d" % (name_text, total, playing))
-    return ", ".join(arenas)
+        name, _, blocks = blocks.partition(b"\0")
+        if not name or len(blocks) < PING_ARENA_COUNTS.size:
+            return ", ".join(arenas)
+        counts = PING_ARENA_COUNTS.read(blocks)
+        blocks = blocks[PING_ARENA_COUNTS.size:]
+        shown = "(Public %s)" % name.decode() if name.isdigit() else decode_legacy(name) or "?"
+        arenas.append("%s %d/%d" % (shown, counts.total, counts.playing))
 
 
-def format_arena_name(name):
-    """Return the text that shows an arena's name, which is given as bytes.
+def counted_zone_entry(zone):
+    """Return a zone's number of players and its entry in the list."""
+    version = ZONE_VERSION
+    if zone.version.isdecimal():
+        version = clamp(int(zone.version), 0xFFFFFFFF)
+    head = ZONE_ENTRY.write(
+        address=ipv4_bytes(zone.address), port=zone.port, players=zone.players,
+        scores=zone.details.get("scores") == "yes", version=version, name=zone.name)
+    # Clients accept 480 bytes with the NUL
+    return zone.players, head + text_field(zone.description, 479, "cp1252") + b"\0"
 
-    Public arenas have numbers as names: b"0" becomes "(Public 0)". A name without any printable
-    character becomes "?"."""
-    if name.isdigit():
-        return "(Public %s)" % name.decode()
-    return decode_legacy(name) or "?"
+
+def read_zone_list(data):
+    """Return the zones in the list of another master as dicts. Raise Malformed if the data are not
+    a list, or if it ends within a zone."""
+    if not data.startswith(ZONE_LIST_TYPE):
+        raise Malformed("a list begins with 01")
+    zones = []
+    start = len(ZONE_LIST_TYPE)
+    while start < len(data):
+        description_start = start + ZONE_ENTRY.size
+        entry = ZONE_ENTRY.read(data[start:description_start])
+        description_end = data.find(b"\0", description_start)
+        if description_end < 0:
+            raise Malformed("list: the last zone is cut off")
+        zones.append({
+            "address": ".".join(map(str, entry.address)),
+            "port": entry.port,
+            "name": entry.name,
+            "players": entry.players,
+            "scores": bool(entry.scores),
+            "version": entry.version,
+            "description": decode_legacy(data[description_start:description_end], TEXT_CHARACTERS),
+        })
+        start = description_end + 1
+    return zones
 
 
-# A link is one exchange over the SubSpace core protocol. Its packets begin with one of these types.
+# A link is one exchange over the SubSpace core protocol. Its packets begin with one of these types
 LINK_CONNECT = b"\0\1"
 LINK_CONNECT_ANSWER = b"\0\2"
 LINK_RELIABLE = b"\0\3"
@@ -6026,19 +5782,35 @@ LINK_DISCONNECT = b"\0\7"
 LINK_LIST_PIECE = b"\0\x0a"
 LINK_CLUSTER = b"\0\x0e"
 LINK_VERSIONS = b"\1\0", b"\x11\0"  # end a connect
-LINK_NUMBERED_BYTES = 6             # the shortest packet that has a number or a time after its type
+ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
+ZONE_LIST_TYPE = b"\1"              # begins a list
 LINK_WINDOW = 4                     # packets in flight: deployed clients are used to this many
-LINK_RESEND_S = 0.5                 # longer than the round trip between any two places
-LINK_NEVER_SENT = -math.inf         # stands for the time at which a new packet was sent
-# One datagram gets at most this many answers. A cluster could contain seventy packets that need one
-LINK_ANSWERS_PER_DATAGRAM = 8
-# A peer that has not acknowledged anything for this long has gone. By then twenty packets in a row
-# have been lost, or 10 kB have been sent to a forged address
-LINK_IDLE_S = 20.0
-# Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
-# clients accept.
-LINK_CHUNK_BYTES = 480
+# A packet that is not acknowledged is sent again after the first two of these times, each longer
+# than any round trip. After the third one its peer has gone, or has never asked: nothing in the
+# exchange proves an address, because a peer can acknowledge a packet that it has not received
+LINK_WAITS_S = 0.5, 2.0, 5.0
+LINK_IDLE_S = 20.0                  # a peer that has done nothing for this long has gone
+LINK_SILENCE_S = 0.25               # after this much silence our own end looks what is due
 LINK_PACKET_BYTES = 520             # the longest packet that any end sends
+# Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
+# clients accept
+LINK_CHUNK_BYTES = 480
+# One datagram gets at most this many answers. A cluster could contain seventy packets that need one
+LINK_ANSWERS = 8
+# The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
+# header, but each of the answers to these packets has its own
+UDP_HEADER_BYTES = 28
+MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
+LIST_LINKS_PER_SOURCE = 64          # as many players may ask at once from behind one router
+
+
+class InFlight(NamedTuple):
+    """A packet that is to be acknowledged. At `due` it is sent, or given up if no `waits` are left:
+    those that follow the next times it is sent."""
+
+    packet: bytes
+    waits: Tuple[float, ...]
+    due: float
 
 
 class SubSpaceLink:
@@ -6055,91 +5827,61 @@ class SubSpaceLink:
 
     `receive` and `tick` return datagrams for the peer. `payloads` yields the packets to send
     reliably. It is read only as fast as the peer acknowledges them. `is_closed` becomes True if the
-    peer disconnects, or has not acknowledged anything for LINK_IDLE_S.
+    peer disconnects, or is gone.
     """
 
     def __init__(self, now, payloads=()):
-        """Begin a link at the time `now`. The `payloads` are sent reliably, in this order."""
         self.payloads = iter(payloads)
-        self.in_flight = {}             # (packet, time when it was sent last) by sequence number
+        self.in_flight = {}             # by sequence number
         self.sequence = 0               # the number of our next reliable packet
         self.expected = 0               # the number of the peer's next reliable packet
         self.active_at = now            # when the peer last sent or acknowledged such a packet
         self.is_closed = False
 
+    def on_packet(self, packet, now):
+        """Handle a packet whose type is not a part of the core protocol."""
+
+    def allow(self, size, now):
+        """May the peer be sent this many bytes more than it has sent itself?"""
+        return True
+
     def receive(self, data, now):
         """Handle a datagram from the peer. Return the datagrams to send to the peer."""
         answers = []
         for packet in split_cluster(data):
-            answers += self.handle_packet(packet, now)
-        permitted_answers = self.limit_answers(answers, len(data), now)
-        return permitted_answers + self.tick(now)
+            answer = self.answer(packet, now)
+            if answer:
+                answers.append(answer)
+        answers = answers[:LINK_ANSWERS]
+        answered_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in answers)
+        if not self.allow(answered_bytes - len(data) - UDP_HEADER_BYTES, now):
+            answers = []
+        return answers + self.tick(now)
 
-    def tick(self, now):
-        """Return the datagrams that are due: packets that were probably lost, and then new ones.
-
-        Mark the link as closed if the peer has been silent for too long."""
-        if now - self.active_at > LINK_IDLE_S:
+    def answer(self, packet, now):
+        """Handle a packet that is not a cluster. Return its answer, or b""."""
+        kind, number = packet[:2], packet[2:6]
+        if kind == LINK_DISCONNECT:
             self.is_closed = True
-        self.fill_window()
-        due = []
-        for number, (packet, sent_at) in self.in_flight.items():
-            if now - sent_at < LINK_RESEND_S:
-                continue
-            if self.is_closed or not self.allow_packet(packet, now):
-                break
-            self.in_flight[number] = packet, now
-            due.append(packet)
-        return due
+        elif kind == LINK_RELIABLE and len(number) == 4:
+            return self.take_reliable(packet, now)
+        elif kind == LINK_ACKNOWLEDGEMENT and len(number) == 4:
+            # An acknowledgement may come twice
+            if self.in_flight.pop(int.from_bytes(number, "little"), None):
+                self.active_at = now
+        elif kind == LINK_SYNC and len(number) == 4:
+            hundredths = int(now * 100) & 0xFFFFFFFF
+            return LINK_SYNC_ANSWER + number + hundredths.to_bytes(4, "little")
+        else:
+            self.on_packet(packet, now)
+        return b""
 
-    def on_packet(self, packet, now):
-        """Handle a packet whose type is not a part of the core protocol.
-
-        This base class ignores it. Subclasses handle the types that they need."""
-
-    def allow_packet(self, packet, now):
-        """Count a reliable packet against the limits. Return whether it may be sent now.
-
-        If not, tick() tries again later. This base class has no limits."""
-        return True
-
-    def limit_answers(self, answers, received_bytes, now):
-        """Return those of the answers to a datagram that may be sent.
-
-        The datagram had `received_bytes` bytes, which subclasses compare with the answers."""
-        return answers[:LINK_ANSWERS_PER_DATAGRAM]
-
-    @property
-    def is_proven(self):
-        """Has the peer acknowledged a packet? Then its address is probably not forged."""
-        # Acknowledged packets have a number, but are not in flight any more
-        return self.sequence > len(self.in_flight)
-
-    def handle_packet(self, packet, now):
-        """Handle a packet that is not a cluster. Return a list with its answer, if it has one."""
-        packet_type = packet[:2]
-        if packet_type == LINK_DISCONNECT:
-            self.is_closed = True
-            return []
-        if len(packet) >= LINK_NUMBERED_BYTES:
-            if packet_type == LINK_RELIABLE:
-                return self.on_reliable(packet, now)
-            if packet_type == LINK_ACKNOWLEDGEMENT:
-                self.on_acknowledgement(packet, now)
-                return []
-            if packet_type == LINK_SYNC:
-                return [build_sync_answer(packet, now)]
-        self.on_packet(packet, now)
-        return []
-
-    def on_reliable(self, packet, now):
-        """Handle a reliable packet from the peer. Return a list with its acknowledgement.
-
-        Return [] if an earlier packet is missing. The peer will then send this packet again."""
-        number_bytes = packet[2:6]
-        number = int.from_bytes(number_bytes, "little")
+    def take_reliable(self, packet, now):
+        """Handle a reliable packet. Return its acknowledgement, or b"" if an earlier packet is
+        missing: the peer will then send this one again."""
+        number = int.from_bytes(packet[2:6], "little")
         if number > self.expected:
-            return []
+            return b""
         # A packet with a lower number was sent again, because our acknowledgement was lost. It is
         # acknowledged again, and otherwise ignored
         if number == self.expected:
@@ -6147,29 +5889,32 @@ class SubSpaceLink:
             self.active_at = now
             for carried_packet in split_cluster(packet[6:]):
                 self.on_packet(carried_packet, now)
-        return [LINK_ACKNOWLEDGEMENT + number_bytes]
+        return LINK_ACKNOWLEDGEMENT + packet[2:6]
 
-    def on_acknowledgement(self, packet, now):
-        """Remove the packet that the peer acknowledges from `in_flight`."""
-        number = int.from_bytes(packet[2:6], "little")
-        if number in self.in_flight:            # otherwise the acknowledgement came twice
-            del self.in_flight[number]
-            self.active_at = now
-
-    def fill_window(self):
-        """Number the next payloads, as many as the window allows, and put them into `in_flight`.
-
-        tick() sends them. The window begins at the oldest packet that is not acknowledged. It has
-        room for a single packet until the peer has proven its address."""
-        window = LINK_WINDOW if self.is_proven else 1
-        oldest = min(self.in_flight, default=self.sequence)
-        window_end = oldest + window
-        room = window_end - self.sequence
-        for payload in itertools.islice(self.payloads, room):
-            number_bytes = struct.pack("<I", self.sequence)
-            packet = LINK_RELIABLE + number_bytes + payload
-            self.in_flight[self.sequence] = packet, LINK_NEVER_SENT
+    def tick(self, now):
+        """Return the datagrams that are due: packets that were probably lost, and then new ones."""
+        if now - self.active_at > LINK_IDLE_S:
+            self.is_closed = True
+        # The window begins at the oldest packet that is not acknowledged. It has room for a single
+        # packet until one has been acknowledged
+        window = LINK_WINDOW if self.sequence > len(self.in_flight) else 1
+        window_end = min(self.in_flight, default=self.sequence) + window
+        for payload in itertools.islice(self.payloads, window_end - self.sequence):
+            packet = LINK_RELIABLE + struct.pack("<I", self.sequence) + payload
+            self.in_flight[self.sequence] = InFlight(packet, LINK_WAITS_S, now)
             self.sequence += 1
+        due = []
+        for number, flight in self.in_flight.items():
+            if now < flight.due:
+                continue
+            if not flight.waits:
+                self.is_closed = True
+            if self.is_closed or not self.allow(len(flight.packet) + UDP_HEADER_BYTES, now):
+                break
+            wait_s, *later_waits = flight.waits
+            self.in_flight[number] = InFlight(flight.packet, tuple(later_waits), now + wait_s)
+            due.append(flight.packet)
+        return due
 
 
 def split_cluster(data):
@@ -6187,28 +5932,21 @@ def split_cluster(data):
         yield from split_cluster(data[start:position])
 
 
-def build_sync_answer(packet, now):
-    """Return the answer to a sync packet. It has the peer's time and ours, both as u32.
+class ZoneListLink(SubSpaceLink):
+    """The player's end of the exchange by which SubSpaceList sends its list.
 
-    Our time is in hundredths of a second."""
-    peer_time = packet[2:6]
-    hundredths = int(now * 100)
-    own_time = struct.pack("<I", hundredths & 0xFFFFFFFF)
-    return LINK_SYNC_ANSWER + peer_time + own_time
+    `zones` holds the bytes of the list received so far, `total` is the size of the whole list."""
 
+    total = LIST_BYTES
 
-# The bytes of lists for one address that acknowledges them: (a second, at once). A list of 5,000
-# zones is not slowed down by this limit
-LIST_RATE_PER_ADDRESS = 100_000, 1_000_000
-# The same for all these addresses together. This limit is needed because our sequence numbers begin
-# at 0, so somebody with a forged address can acknowledge packets without receiving them
-LIST_RATE_IN_TOTAL = 500_000, 4_000_000
-# The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
-# header, but each of the answers to these packets has its own
-UDP_HEADER_BYTES = 28
-MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
-ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
-ZONE_LIST_TYPE = b"\1"              # begins a list
+    def __init__(self, now, payloads):
+        super().__init__(now, payloads)
+        self.zones = bytearray()
+
+    def on_packet(self, packet, now):
+        if packet[:2] == LINK_LIST_PIECE:
+            self.total = min(self.total, int.from_bytes(packet[2:6], "little"))
+            self.zones += packet[6:]
 
 
 class SubSpaceList(UdpProtocol):
@@ -6225,225 +5963,89 @@ class SubSpaceList(UdpProtocol):
     The list is `01` and for each zone
     ip[4] port.u16 players.u16 scores.u16 version.u32 name[64] description NUL.
 
-    Nothing in the exchange proves the peer's address. So before the first acknowledgement only one
-    packet is in flight, a datagram gets one answer at most, and all such peers share one bucket for
-    surplus bytes, that is, those that are sent beyond those that were received. A peer can send
-    acknowledgements without receiving anything, so LIST_RATE_IN_TOTAL limits the surplus of all
-    other peers.
+    Nothing in the exchange proves the peer's address. So all exchanges together share one bucket
+    for surplus bytes, that is, those that are sent beyond those that were received.
     """
 
     datagram_bytes = LINK_PACKET_BYTES
 
-    def __init__(self, core):
-        """Serve the zones in the registry of a Core, under the limits of its rules."""
-        registry = core.registry
-        self.rules = registry.rules
-        self.address_limiter = Limiter(LIST_RATE_PER_ADDRESS)
-        self.total_limiter = Limiter(LIST_RATE_IN_TOTAL)
-        self.links = collections.OrderedDict()          # ListLinks by peer
-        self.zones = RenderedList(registry, SubSpacePing.game, render_zone_list)
+    def __init__(self, room):
+        self.room = room
+        self.links = Turns(MAX_LIST_LINKS)      # ListLinks by peer
 
     def datagram(self, data, peer, now):
-        """Handle a datagram of an exchange. Return the replies.
-
-        Raise Malformed if a connect is malformed, or if the datagram belongs to no exchange."""
+        source, _ = peer
         link = self.links.get(peer)
         if data[:2] == LINK_CONNECT:
-            return self.connect(data, peer, link, now)
-        if link is None:
+            key = data[2:6]
+            if data[6:] not in LINK_VERSIONS:
+                raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
+            # A connect that only repeats the last one lets the exchange go on. After the list has
+            # been delivered it begins another one
+            if link is None or link.is_closed or link.key != key or link.is_delivered:
+                link = ListLink(self.room, source, key, now)
+            replies = [LINK_CONNECT_ANSWER + key]
+        elif link is None:
             raise Malformed("a packet outside an exchange")
-        self.links.move_to_end(peer)
-        packets = link.receive(data, now)
-        return [(packet, peer) for packet in packets]
-
-    def connect(self, data, peer, link, now):
-        """Begin an exchange with the peer. Return the reply. `link` is its present link, or None.
-
-        A connect that only repeats the last one gets the same reply, and the exchange goes on.
-        Raise Malformed if the packet has another format or another version."""
-        key = data[2:6]
-        version = data[6:]
-        if version not in LINK_VERSIONS:
-            raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
-        if not is_repeated_connect(link, key):
-            address, _ = peer[:2]
-            link = ListLink(self, address, key, now)
-        keep_latest(self.links, peer, link, MAX_LIST_LINKS)
-        return [(LINK_CONNECT_ANSWER + key, peer)]
+        else:
+            replies = link.receive(data, now)
+        # The exchange moves to the end, where those are that leave last
+        self.links.add(source, peer, link, LIST_LINKS_PER_SOURCE)
+        return [(reply, peer) for reply in replies]
 
     def tick(self, now):
-        """Return the packets that are due on all links, with their peers, and drop closed links.
-
-        The event loop calls this once a second."""
         replies = []
-        for peer, link in list(self.links.items()):
+        for peer, link in list(self.links.things.items()):
             for packet in link.tick(now):
                 replies.append((packet, peer))
             if link.is_closed:
-                del self.links[peer]
+                self.links.pop(peer)
         return replies
-
-    def split_list(self, min_players, now):
-        """Yield the packets with the list of the zones that have at least `min_players` players.
-
-        Each packet is built when it can be sent, because the lists of thousands of peers would take
-        much memory."""
-        entries = [entry for players, entry in self.zones.get(now) if players >= min_players]
-        total = len(ZONE_LIST_TYPE) + sum(map(len, entries))
-        head = LINK_LIST_PIECE + struct.pack("<I", total)
-        unsent = ZONE_LIST_TYPE
-        for entry in entries:
-            unsent += entry
-            while len(unsent) > LINK_CHUNK_BYTES:
-                yield head + unsent[:LINK_CHUNK_BYTES]
-                unsent = unsent[LINK_CHUNK_BYTES:]
-        yield head + unsent
-
-
-def is_repeated_connect(link, key):
-    """Return whether a connect with this key only repeats the one that began the peer's `link`.
-
-    It does not if there is no link (None), if the exchange is over, or if the peer has received its
-    list: then the peer wants another list."""
-    if link is None or link.is_closed or link.key != key:
-        return False
-    has_delivered_list = link.sequence > 0 and not link.in_flight
-    return not has_delivered_list
 
 
 class ListLink(SubSpaceLink):
     """The master's end of a list exchange. It answers list requests: `01 minplayers[4]`."""
 
-    def __init__(self, protocol, address, key, now):
-        """Begin the link of a client at this address, which has sent this connection key.
-
-        `protocol` is the SubSpaceList that all links share."""
+    def __init__(self, room, address, key, now):
         super().__init__(now)
-        self.protocol = protocol
+        self.room = room
         self.address = address
-        self.key = key
+        self.key = key                  # with which the peer has connected
+
+    @property
+    def is_delivered(self):
+        return self.sequence > 0 and not self.in_flight
+
+    def allow(self, size, now):
+        return self.room.rules.allow_surplus("list", self.address, size, now)
 
     def on_packet(self, packet, now):
-        """Begin to send the list if the packet is a request for it. Ignore other packets.
-
-        A request is ignored too if a list is being sent already, or if the address asks too
-        often."""
-        if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5:
+        """Begin to send the list, unless one is being sent, or the address asks too often."""
+        if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5 or self.in_flight:
             return
-        if self.in_flight:
-            return
-        if not self.protocol.rules.udp_request_limiter.allow(self.address, now):
-            return
-        min_players = int.from_bytes(packet[1:], "little")
-        self.payloads = self.protocol.split_list(min_players, now)
-
-    def limit_answers(self, answers, received_bytes, now):
-        """Return those of the answers to a datagram of `received_bytes` bytes that may be sent.
-
-        An unproven peer gets one answer at most. If the answers exceed the limits for surplus
-        bytes, none is sent."""
-        limit = LINK_ANSWERS_PER_DATAGRAM if self.is_proven else 1
-        permitted = answers[:limit]
-        sent_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in permitted)
-        surplus_bytes = sent_bytes - (received_bytes + UDP_HEADER_BYTES)
-        if self.allow_surplus(surplus_bytes, now):
-            return permitted
-        return []
-
-    def allow_packet(self, packet, now):
-        """Count a packet of the list against the limits. Return whether it may be sent now."""
-        if not self.is_proven:
-            limiter = self.protocol.rules.udp_request_limiter
-            if not limiter.allow(self.address, now):
-                return False
-        return self.allow_surplus(len(packet), now)
-
-    def allow_surplus(self, size, now):
-        """Count `size` surplus bytes, which the peer gets beyond those that it has sent.
-
-        Return whether the limits allow them. The limits of an unproven peer are stricter."""
-        if size <= 0:
-            return True
-        protocol = self.protocol
-        if not self.is_proven:
-            return protocol.rules.allow_surplus("list", self.address, size, now)
-        if not protocol.address_limiter.allow(self.address, now, size):
-            return False
-        all_peers = ""                  # one source for the limiter, because the limit is in total
-        return protocol.total_limiter.allow(all_peers, now, size)
+        if self.room.rules.udp_request_limiter.allow(self.address, now):
+            zones = self.room.rendered("zones", now)
+            self.payloads = list_pieces(zones, int.from_bytes(packet[1:], "little"))
 
 
-def render_zone_list(servers):
-    """Return a list of (players, entry) with the zones that respond and have an IPv4 address.
+def list_pieces(zones, min_players):
+    """Yield the packets with the list of those zones that have so many players.
 
-    The list has no room for IPv6 addresses."""
-    zones = []
-    for server in servers:
-        if server.responding and ":" not in server.address:
-            zones.append(server)
-    return cached_entries(zones, "subspace", render_counted_zone)
-
-
-def render_counted_zone(zone):
-    """Return a zone's number of players and its entry in the list."""
-    return zone.players, render_zone_entry(zone)
-
-
-def render_zone_entry(zone):
-    """Return a zone's entry in the list: a head of 78 bytes, the description, and a NUL.
-
-    Text is encoded as Windows-1252, because clients show it so."""
-    version = ZONE_VERSION
-    if zone.version.isdecimal():
-        version = clamp(int(zone.version), 0xFFFFFFFF)
-    name = zone.name.encode("cp1252", "replace")
-    description = zone.description.encode("cp1252", "replace")
-    has_scores = zone.details.get("scores") == "yes"
-    head = ZONE_ENTRY_HEAD.pack(
-        ipv4_bytes(zone.address),
-        zone.port,
-        zone.players,
-        int(has_scores),
-        version,
-        name[:ZONE_ENTRY_NAME_BYTES],
-    )
-    return head + description[:ZONE_DESCRIPTION_BYTES - 1] + b"\0"
-
-
-def parse_zone_list(data: bytes) -> List[Dict[str, Any]]:
-    """Return the zones in a list from another master, each as a dict.
-
-    Raise Malformed if the data are not a list, or if the list ends within a zone."""
-    if not data.startswith(ZONE_LIST_TYPE):
-        raise Malformed("a list begins with 01")
-    zones = []
-    start = len(ZONE_LIST_TYPE)
-    while start < len(data):
-        description_start = start + ZONE_ENTRY_HEAD.size
-        description_end = data.find(b"\0", description_start)
-        if description_end < 0:
-            raise Malformed("list: the last zone is cut off")
-        head = data[start:description_start]
-        description = data[description_start:description_end]
-        zones.append(parse_zone_entry(head, description))
-        start = description_end + 1
-    return zones
-
-
-def parse_zone_entry(head, description):
-    """Return one zone of a list as a dict. `head` has 78 bytes; in the list, the description
-    follows it."""
-    address, port, players, scores, version, name = ZONE_ENTRY_HEAD.unpack(head)
-    has_scores = scores & 255               # only the low byte counts
-    return {
-        "address": str(ipaddress.IPv4Address(address)),
-        "port": port,
-        "name": decode_legacy(c_string(name)),
-        "players": players,
-        "scores": bool(has_scores),
-        "version": version,
-        "description": decode_legacy(description, TEXT_CHARACTERS),
-    }
+    Each packet is built when it can be sent, because the lists of thousands of peers would take
+    much memory."""
+    total = len(ZONE_LIST_TYPE)
+    for players, entry in zones:
+        if players >= min_players:
+            total += len(entry)
+    head = LINK_LIST_PIECE + struct.pack("<I", total)
+    unsent = ZONE_LIST_TYPE
+    for players, entry in zones:
+        if players >= min_players:
+            unsent += entry
+        while len(unsent) > LINK_CHUNK_BYTES:
+            yield head + unsent[:LINK_CHUNK_BYTES]
+            unsent = unsent[LINK_CHUNK_BYTES:]
+    yield head + unsent
 
 
 # --- AIO -----------------------------------------------------------------------------------------
@@ -6456,6 +6058,8 @@ AIO_GREETING_S = 1.2
 AIO_KEEPALIVE_S = 120.0
 # The master waits this long for a newline after `12#%`, which may come in a packet of its own
 AIO_NEWLINE_S = 0.2
+# For the list of another master. Those that speak the text dialect answer at once
+AIO_TEXT_S = 5.0
 # The count of players at the end of a published name, such as " [3/16]"
 AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
 # The only entry of a list without servers, as in the document
@@ -6557,12 +6161,11 @@ def aio_frame_bytes(data):
 
 
 def aio_payload(frame, most_bytes):
-    """Return the payload of a frame, decompressed. Raise Malformed if it is longer than that, or
-    damaged."""
-    payload = frame[AIO_FRAME_HEAD_BYTES:]
-    if frame[3]:
-        return inflate(payload, most_bytes)
-    return payload
+    """Return the payload of a frame. Raise Malformed if it cannot be decompressed to `most_bytes`."""
+    head, payload = frame[:AIO_FRAME_HEAD_BYTES], frame[AIO_FRAME_HEAD_BYTES:]
+    if head.endswith(b"\0"):
+        return payload
+    return inflate(payload, most_bytes)
 
 
 class AioText:
@@ -6623,9 +6226,10 @@ class AioText:
 
     def publish(self, session, fields, now):
         """Answer a publish. In messages of the document an address precedes the port."""
-        if len(fields) not in (3, 4) or not re.fullmatch(rb"[0-9]{1,5}", fields[-1]):
+        *texts, port = map(aio_unescape, fields or [b""])
+        if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        name, description, *address, port = map(aio_unescape, fields)
+        name, description, *address = texts
         session.claim_address(b"".join(address))
         if session.publish_texts(name, description, int(port), now):
             return b""
@@ -6649,8 +6253,7 @@ class AioText:
         return b"%12#" + b"".join(numbered) + b"%"
 
     def fetch(self):
-        # Masters that speak this dialect answer at once
-        data = yield from received_until(self.list_in, b"12#%\n", wait_s=5.0)
+        data = yield from received_until(self.list_in, b"12#%\n", wait_s=AIO_TEXT_S)
         content = self.list_in(data)
         if content is None:
             raise Malformed("no list came before the end")
@@ -7332,7 +6935,7 @@ def quake3_attributes(values, otherwise):
         "mode": info[b"gametype"],
         "version": protocol,
         "players": int(info[b"clients"]),               # all players, bots included
-        "max_players": clamp(int(info[b"sv_maxclients"])),
+        "max_players": min(int(info[b"sv_maxclients"]), PLAYERS_MAX),
         "details": {"gamename": gamename, "people": info[b"g_humanplayers"]},
     }
 
@@ -7375,9 +6978,10 @@ def read_quake3_question(command, words):
     if not is_extended and command != QUAKE3_GETSERVERS:
         raise Malformed("no heartbeat, infoResponse, getservers or getserversExt")
     gamename = b""
-    if words and (is_extended or not QUAKE3_NUMBER.fullmatch(words[0])):
-        gamename, *words = words
     protocol, *filters = words or [b""]
+    if is_extended or not QUAKE3_NUMBER.fullmatch(protocol):
+        gamename = protocol
+        protocol, *filters = filters or [b""]
     if not QUAKE3_NUMBER.fullmatch(protocol):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
@@ -7561,7 +7165,8 @@ class Quake3(PolledGame, UdpProtocol):
             return []
         command, *words = data.split() or [b""]
         if command == QUAKE3_HEARTBEAT and len(words) == 1:
-            packets = self.answer_heartbeat(words[0].decode("latin-1"), peer, now)
+            tag, = words
+            packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
         source, *_ = peer
@@ -8429,10 +8034,13 @@ class Ddnet(Game):
         # although a server with the former Secret was listed there. So a game server that is
         # started again can take the place of its former life, and nobody can take it back with an
         # older token
-        messages = [" ".join((asked.source, asked.text, asked.secret, former)).encode()
-                    for former in former_secrets]
+        messages = []
+        for former_secret in former_secrets:
+            words = asked.source, asked.text, asked.secret, former_secret
+            messages.append(" ".join(words).encode())
         if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
-            token = self.cookie.make(messages[0], now).hex().encode()
+            message, *_ = messages
+            token = self.cookie.make(message, now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
             self.registry.record_outcome(
                 asked.source, self.game, asked.port, "challenged", now, str(asked.port))
@@ -8517,10 +8125,14 @@ class Ddnet(Game):
         if former is not None:
             # The game server was started again: its former life has no port any more, even if the
             # new one is refused
-            texts = self.registration(former)["addresses"]
-            self.drop_addresses(
-                former, [text for text in texts if ddnet_endpoint(text) == asked.endpoint])
-        addresses = dict(server.private["ddnet_addresses"]) if server else {}
+            lost = []
+            for text in self.registration(former)["addresses"]:
+                if ddnet_endpoint(text) == asked.endpoint:
+                    lost.append(text)
+            self.drop_addresses(former, lost)
+        addresses = {}
+        if server is not None:
+            addresses.update(server.private["ddnet_addresses"])
         address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
         # IPv4 comes first, as most players have it, then 0.6
         ordered = sorted(addresses, key=lambda text: ("[" in text, text))
@@ -12056,11 +11668,11 @@ NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news,
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, Aio, Quake3, Luanti, Ddnet)
+GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, SubSpace, Aio, Quake3, Luanti, Ddnet)
 
 # All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
-    *SETTINGS_BEFORE_GAMES, *Iceball.settings, *Hyperbol.settings, *SUBSPACE_SETTINGS,
+    *SETTINGS_BEFORE_GAMES, *Iceball.settings, *Hyperbol.settings, *SubSpace.settings,
     *Aio.settings, *QUAKE3_SETTINGS, *Luanti.settings, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
@@ -12453,6 +12065,9 @@ class TcpConnection:
                     break
                 data = session.receive(b"", now)
         except Exception as error:
+            if isinstance(error, Malformed) and session.game:
+                self.master_server.registry.record_outcome(
+                    self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
         self.wait_for_next(now)
@@ -14304,7 +13919,7 @@ def received_before(deadline, sock, is_over):
 def converse_by_http(conversation, place, on_step=bool, is_over=never):
     """Drive a conversation over HTTP, as converse() does.
 
-    `place` has the arguments of http_answer() before the path."""
+    `place` is that of http_answer()."""
     answer = None
     while True:
         try:
@@ -14312,7 +13927,7 @@ def converse_by_http(conversation, place, on_step=bool, is_over=never):
         except StopIteration as stop:
             return stop.value
         on_step(step)
-        answer = http_answer(*place, step.path, step.data) if step.path else None
+        answer = http_answer(place, step) if step.path else None
         waits_until = time.monotonic() + (step.wait_s or 0.0)
         while not step.path and not is_over() and time.monotonic() < waits_until:
             time.sleep(STEP_S)
@@ -14320,16 +13935,18 @@ def converse_by_http(conversation, place, on_step=bool, is_over=never):
             return None
 
 
-def http_answer(host, port, tls, address, path, data=b""):
-    """Request a path by HTTP or HTTPS; a POST if there are data. Return the HttpAnswer.
+def http_answer(place, step):
+    """Send the request of a step by HTTP or HTTPS. Return the HttpAnswer.
 
-    `address` is that of the host if it is known already, or "". Raise OSError if there is no
-    answer, or if the host's certificate is wrong, and Malformed if it is not HTTP."""
+    `place` is the host, the port, whether it is HTTPS, and the address of the host if it is known
+    already, or "". Raise OSError if no complete answer comes in time, or if the host's certificate
+    is wrong, and Malformed if it is not HTTP."""
+    host, port, tls, address = place
     # By HTTP/1.0 the body is not sent in chunks, and ends with the connection
     head = "%s %s HTTP/1.0\r\nHost: %s\r\n" % (
-        "POST" if data else "GET", path, endpoint_text(host, port))
-    if data:
-        head += "Content-Type: application/json\r\nContent-Length: %d\r\n" % len(data)
+        "POST" if step.data else "GET", step.path, endpoint_text(host, port))
+    if step.data:
+        head += "Content-Type: application/json\r\nContent-Length: %d\r\n" % len(step.data)
     # A certificate is valid for the name, and not for the address
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(
@@ -14338,8 +13955,8 @@ def http_answer(host, port, tls, address, path, data=b""):
             import ssl                  # some builds of Python have no OpenSSL
             context = ssl.create_default_context()
             sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
-        request = head.encode() + b"\r\n" + data
-        response = converse(received_until_closed(request), sock)
+        request = head.encode() + b"\r\n" + step.data
+        response = converse(received_until_closed(request, wait_s=step.wait_s), sock)
     head, _, body = response.partition(b"\r\n\r\n")
     status = re.match(rb"HTTP/1\.[0-9] ([0-9]{3})\b", head)
     if not status:
@@ -14357,8 +13974,12 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
     if room.fetched_over == "http":
         return converse_by_http(conversation, (host, port, tls, address))
     if room.fetched_over == "udp":
+        deadline = time.monotonic() + LIST_S
         with udp_socket(address or host, port) as sock:
-            return converse(conversation, sock)
+            servers = converse(conversation, sock, is_over=lambda: time.monotonic() > deadline)
+        if servers is None:
+            raise TimeoutError("it was not complete within %g s" % LIST_S)
+        return servers
     with socket.create_connection((address or host, port), CONNECT_S) as sock:
         return converse(conversation, sock)
 
@@ -15207,6 +14828,10 @@ class AnnouncedMaster:
             self.state = state
             log.log(level, "%s: %s", self.name, state)
 
+    def web_place(self):
+        """Return the place for http_answer()."""
+        return self.host, self.port, self.tls, self.address
+
     def on_step(self, step):
         """Take over what a step of the conversation says of the success."""
         if step.accepted:
@@ -15280,7 +14905,9 @@ class Announcement:
         host, named_port, tls = read_master_place(text)
         if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
-        port = named_port or self.room.master_port
+        # By HTTP a server is announced at the master's page
+        room = Game if self.room.announced_over == "http" else self.room
+        port = named_port or room.master_port
         return AnnouncedMaster(
             host.encode("idna").decode("ascii"), port + self.room.announce_offset, tls)
 
@@ -15370,7 +14997,8 @@ class Announcement:
                 time.sleep(STEP_S)
         if self.room.announced_over == "http":
             with contextlib.suppress(OSError, Malformed):
-                self.post(master, "/announce", self.room.farewell(self.server))
+                farewell = Send(self.room.farewell(self.server), RESPONSE_S, "/announce")
+                http_answer(master.web_place(), farewell)
 
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
@@ -15381,8 +15009,7 @@ class Announcement:
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
-            place = master.host, master.port, master.tls, "" if master.tls else master.address
-            converse_by_http(conversation, place, master.on_step, self.is_over)
+            converse_by_http(conversation, master.web_place(), master.on_step, self.is_over)
         elif self.room.announced_over == "tcp":
             endpoint = master.address, master.port
             with socket.create_connection(endpoint, CONNECT_S) as sock:
@@ -15392,9 +15019,6 @@ class Announcement:
             with udp_socket(master.address, master.port) as sock:
                 converse(conversation, sock, master.on_step,
                          lambda: self.stopping or time.monotonic() >= ends)
-
-    def post(self, master, path, data):
-        return http_answer(master.host, master.port, master.tls, "", path, data)
 
     def open_query_socket(self):
         """Open the UDP port on which masters query the game server, and return its socket.
