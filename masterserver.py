@@ -7741,6 +7741,7 @@ DDNET_REGISTER = "/ddnet/15/register"       # 15 is the version of the registrat
 DDNET_SERVERS = "/ddnet/15/servers.json"
 # The protocols of Teeworlds 0.6 and 0.7, as an address begins
 DDNET_06, DDNET_07 = "tw-0.6+udp", "tw-0.7+udp"
+DDNET_SUCCESS = b'{"status":"success"}'
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
 DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
@@ -7748,7 +7749,8 @@ DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by
 DDNET_INFO_BYTES = 32 << 10         # the longest info; 64 players with skins have some 16 kB
 # Every player downloads all infos with the list. An info usually has 2 kB, and every server may
 # have this many bytes. What the infos have beyond that is limited: for the servers of one source,
-# so that 32 of them can be full of players, and for all together, so that no site can use it up
+# so that 32 of them can be full of players, and for all together, of which no site gets more than
+# half
 DDNET_USUAL_BYTES = 4096
 DDNET_SOURCE_LARGE_BYTES = 512 << 10
 DDNET_LARGE_BYTES = 16 << 20
@@ -8026,7 +8028,7 @@ class Ddnet(Game):
         now = request.now
         if asked.is_delete:
             self.delete(asked, now)
-            return to_json({"status": "success"})
+            return DDNET_SUCCESS
         server = self.listed(self.by_secret, asked.secret)
         self.check_request(asked, server)
         former_secrets = self.former_secrets(asked)
@@ -8067,7 +8069,7 @@ class Ddnet(Game):
                 self.registry.forget_fingerprints_of(server)
             if fingerprint not in server.fingerprints:
                 self.registry.add_fingerprint(server, fingerprint)
-        return to_json({"status": "success"})
+        return DDNET_SUCCESS
 
     def check_request(self, asked, server):
         """Raise Refused if the rules or a limit forbid to list this address.
@@ -8261,7 +8263,7 @@ class Ddnet(Game):
         for address in server.private["ddnet_addresses"].values():
             if address.fingerprint == fingerprint:
                 address.heard_at = server.last_seen = now
-                return to_json({"status": "success"})
+                return DDNET_SUCCESS
         return b""
 
     # The list and the pages
