@@ -3562,6 +3562,8 @@ class Game:
     private: Mapping[str, Private] = {}
     routes: Mapping[str, Route] = {}            # by path; GET and HEAD
     requests: Mapping[str, str] = {}            # the name of a method(request), by method and path
+    # What /servers.json has of private attributes, with the value for the servers of other games
+    json_fields: Mapping[str, Any] = {}
     ipv4_list = False                           # its players' list cannot hold IPv6 addresses
     announced_by_http = False                   # whether POST /announce takes its servers
     announced_over = "http"                     # what announce() speaks: "udp", "tcp" or "http"
@@ -3686,7 +3688,7 @@ class Game:
         private = {}
         for name, attribute in cls.private.items():
             private[name] = attribute.default
-            if attribute.read and name in stored:
+            if attribute.read and stored.get(name):
                 try:
                     private[name] = attribute.read(stored[name])
                 except Refused as refused:
@@ -5064,6 +5066,7 @@ class Hyperbol(PolledGame, TcpProtocol):
     master_port = 20203
     contact = Contact("Hyperbol servers", ANNOUNCE_COMMAND)
     private = {"flavor": Private(HYPERBOL_UNOFFICIAL, json_number(0, 255))}
+    json_fields = {"flavor": HYPERBOL_UNOFFICIAL}
     routes = {"/servers.xml": Route("servers.xml", "text/xml; charset=utf-8", of_any_game=True)}
     exported = "servers.xml"
     announced_by_http = True
@@ -5264,13 +5267,11 @@ def zone_owned_by(source_port, password):
 
 
 def read_zone_owner(stored):
-    """Return an owner from its stored form. Raise Malformed."""
-    if not stored:
-        return {}                       # the ini names the zone, and nobody has announced it
+    """Return an owner from its stored form, or {}: then nobody owns the zone."""
     port, password = str(stored.get("port")), str(stored.get("password"))
     is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535
     if not is_port or not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password):
-        raise Malformed("owner: expected a port and the hash of a password")
+        return {}
     return {"port": port, "password": password}
 
 
@@ -5329,7 +5330,7 @@ class SubSpace(PolledGame, UdpProtocol):
     ports = (Port("udp", 0, lambda room: SubSpaceList(room)), Port("udp", 1))
     master_port = 4990
     contact = Contact("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d")
-    private = {"zone_owner": Private({}, read_zone_owner)}
+    private = {"zone_owner": Private({}, read_zone_owner, is_own=True)}
     ipv4_list = True
     announced_by_http = True
     announced_over = "udp"
@@ -10760,7 +10761,7 @@ def get_master_json(web, request):
 
 JSON_FIELDS = (
     "game address port name mode map version players max_players playing description official "
-    "priority flavor verified responding found_at country").split()
+    "priority verified responding found_at country").split()
 
 
 def server_json(server):
@@ -10777,6 +10778,9 @@ def server_json(server):
         fields["ping_ms"] = round(server.ping_ms, 1)
     for name in ("arenas", "factions", "skill", "flags"):
         fields[name] = server.details.get(name, "")
+    for room in ROOMS.values():
+        for name, default in room.json_fields.items():
+            fields[name] = server.private.get(name, default)
     entry = to_json(fields)
     return entry[:-len("}")]
 
@@ -13474,7 +13478,7 @@ class MasterLogs:
             values = list(json.loads(record))
             row = self.checked_row(read_row(values[:column_count]))
             server = restored_server(row, time.monotonic(), time.time(), ROOMS)
-        except (ValueError, TypeError, RecursionError, Refused) as error:
+        except (ValueError, TypeError, RecursionError, Malformed, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
         if server is None:
@@ -13629,6 +13633,8 @@ class Cluster:
             self.report_working_link(now)
             for update in result:
                 self.remember_update(update, now)
+            # The news are told of it before a master that was away counts as followed
+            self.master_server.tell_changes()
             self.exchanged_at = now
             self.masters_with_lease = {update.master: update.has_webhooks for update in result}
         self.start_exchange(now)

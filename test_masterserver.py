@@ -1315,12 +1315,12 @@ class ListOnDisk(DatabaseCase):
                                (step, start, server, samples.ljust(size, b"\0")))
             db.commit()
         database = self.database()
-        iceball, zone = [ms.restored_server(row, 0.0, T0, ms.STORED_READERS)
+        iceball, zone = [ms.restored_server(row, 0.0, T0, ms.ROOMS)
                          for row in database.load(T0)]
         self.assertEqual(
-            (*iceball.key, iceball.name, iceball.mode, iceball.playing, iceball.flavor,
+            (*iceball.key, iceball.name, iceball.mode, iceball.playing, iceball.room,
              iceball.verified, iceball.details, iceball.lifetime),
-            (*self.A, "caf\u00e9", "ctf", 2, 5, "handshake", {"mod": "x"}, 120.0))
+            (*self.A, "caf\u00e9", "ctf", 2, "iceball", "handshake", {"mod": "x"}, 120.0))
         self.assertEqual((zone.name, zone.playing, zone.lifetime), ("Zone", None, math.inf))
         self.assertEqual(database.known("aio", "2001:db8::1", 7777), (T0, T0, "Gone"))
         self.assertEqual(database.installation_id(78), 77)
@@ -6527,11 +6527,11 @@ class FuzzTest(unittest.TestCase):
                data.decode("utf-8", "replace"))
         registry = self.core.registry
         with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
-            server = ms.restored_server(ms.read_row(row), self.now, 10.0, ms.STORED_READERS)
+            server = ms.restored_server(ms.read_row(row), self.now, 10.0, ms.ROOMS)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
                 registry.insert(server)
-                json.dumps(ms.listed_row(server, 0.0).fields)
+                json.dumps(ms.listed_row(server, 0.0, ms.ROOMS).fields)
 
     def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
@@ -9728,9 +9728,17 @@ class NewsTest(unittest.TestCase):
         patch = mock.patch.object(threading.Thread, "start")
         patch.start()
         self.addCleanup(patch.stop)
-        news = ms.News(self.core.settings, self.registry, self.gauges)
-        news.tick(self.now)
+        self.told = news = ms.News(self.core.settings, self.registry, self.gauges)
+        self.tick(news)
         return news
+
+    def note(self, news):
+        for event, server in changes_of(self.registry):
+            news.note(event, server)
+
+    def tick(self, news):
+        self.note(news)
+        news.tick(self.now)
 
     def hear(self, *counts, port=1, game="mygame", address="203.0.113.9", **fields):
         """A server with so many players, one count after another."""
@@ -9738,14 +9746,17 @@ class NewsTest(unittest.TestCase):
             server = self.registry.list_or_refresh(
                 (game, address, port), address, self.now, 1e9,
                 {"name": "S", "players": players, **fields})
+            for event, changed in changes_of(self.registry):
+                self.told.note(event, changed)
         return server
 
     def messages(self, news, seconds=1.0):
         """How many messages wait now; then time passes, as the news are told."""
+        self.note(news)
         waiting = [hook.jobs.get() for hook in news.hooks.values()
                    for _ in range(hook.jobs.qsize())]
         self.now += seconds
-        news.tick(self.now)
+        self.tick(news)
         return len(waiting)
 
     def test_servers_that_come_to_have_many_players(self):
@@ -9842,7 +9853,7 @@ class NewsTest(unittest.TestCase):
             self.assertEqual(self.messages(news), told)
         for server in self.registry.servers():
             self.registry.remove_own(server)
-        news.tick(self.now)
+        self.tick(news)
         # nothing is kept of them
         self.assertEqual((news.below_threshold, news.departed), (set(), []))
 
@@ -9944,7 +9955,7 @@ class NewsTest(unittest.TestCase):
         for _ in range(ms.WORKER_JOBS + 9):             # nothing of it is taken
             self.hear(0, 2)
             self.now += 6.0
-            news.tick(self.now)
+            self.tick(news)
         old = list(news.hooks.values())
         self.assertEqual([hook.jobs.qsize() for hook in old], [ms.WORKER_JOBS] * 2)
         with mock.patch.object(threading.Thread, "join"):
@@ -11329,10 +11340,8 @@ class SavedListTest(unittest.TestCase):
         database = ms.Database(self.path)
         self.addCleanup(database.close)
         saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {},
-                             ms.STORED_READERS)
-        everything = ms.UdpProtocol()
-        everything.serves = lambda server: True
-        saved.restore(now, wall, [everything])
+                             ms.ROOMS)
+        saved.restore(now, wall, {room.game: mock.Mock() for room in ms.GAMES})
         return saved
 
     def restart(self, saved: ms.SavedList, wall: float = T0 + 5, **settings: str) -> ms.SavedList:
@@ -11359,11 +11368,11 @@ class SavedListTest(unittest.TestCase):
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
         told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
-                    max_players=8, playing=2, description="a text", flavor=5,
-                    verified="handshake", details={"mod": "x"})
+                    max_players=8, playing=2, description="a text", verified="handshake", details={"mod": "x"})
         saved = self.start()
         self.hear(saved, 1, **told)
-        self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf)
+        self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf, room="hyperbol",
+                  private={"flavor": 5})
         self.hear(saved, 3, game="aio", address="2001:db8::1", verified="connection",
                   lifetime=math.inf)
         saved.registry.list_or_refresh(("iceball", "203.0.113.8", 4), "192.168.1.5", 0.0, 120.0,
@@ -11377,7 +11386,8 @@ class SavedListTest(unittest.TestCase):
                           3: ("aio", "2001:db8::1", "2001:db8::1", False),
                           4: ("iceball", "203.0.113.8", "192.168.1.5", False)})
         self.assertEqual({name: getattr(found[1], name) for name in told}, told)
-        self.assertEqual((found[2].name, found[2].playing, found[2].details), ("", None, {}))
+        self.assertEqual((found[2].name, found[2].playing, found[2].details, found[2].private),
+                         ("", None, {}, {"flavor": 5}))
         self.assertEqual((found[1].first_seen, found[1].last_seen), (400.0, 400.0))
         for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2, 4]), (1119.9, [1, 2, 4]),
                               (1120.1, [2]), (9e9, [2])):
@@ -11417,20 +11427,20 @@ class SavedListTest(unittest.TestCase):
     def restored(self, life: float = 100.0, **fields: Any) -> Optional[ms.Server]:
         row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0,
                            {"verified": "query", **fields})
-        return ms.restored_server(row, 0.0, T0, ms.STORED_READERS)
+        return ms.restored_server(row, 0.0, T0, ms.ROOMS)
 
     def test_noise_in_a_row_costs_it_alone(self) -> None:
         """What cannot be read is dropped, and no list gets what it has no room for."""
         for stored, expected in (
-                ({"verified": "?"}, None), ({"verified": 5}, None), ({"flavor": 256}, None),
+                ({"verified": "?"}, None), ({"verified": 5}, None),
                 ({"source": "203.0.113"}, None),
-                ({"name": 5, "mode": [], "players": "0", "playing": 1.5, "flavor": None,
-                  "responding": 0, "details": [], "source": 5, "later": {"a": "b"}},
-                 {"name": "", "mode": "", "players": 0, "playing": None, "flavor": 0,
-                  "responding": True, "details": {}, "source": "203.0.113.9"}),
+                ({"name": 5, "mode": [], "players": "0", "playing": 1.5, "responding": 0,
+                  "details": [], "source": 5, "later": {"a": "b"}},
+                 {"name": "", "mode": "", "players": 0, "playing": None, "responding": True,
+                  "details": {}, "source": "203.0.113.9"}),
                 ({"name": "\x1b[0m\u202eX\n", "players": -4, "max_players": 99999,
-                  "playing": 70000, "flavor": 255},
-                 {"name": "X", "max_players": 65535, "playing": 65535, "flavor": 255}),
+                  "playing": 70000},
+                 {"name": "X", "max_players": 65535, "playing": 65535}),
                 ({"name": "x" * 2000}, {"name": "x" * ms.TEXT_CHARACTERS}),
                 ({"details": {"a\0": "b\u202e", "c": 5}}, {"details": {"a": "b", "c": "5"}})):
             server = self.restored(**stored)
@@ -11762,16 +11772,25 @@ class ClusterCase(unittest.TestCase):
         server = SimpleNamespace(settings=chosen, registry=registry, tallies={}, cluster={},
                                  health={}, database=None, protocols=[], post=None,
                                  news=ms.News(chosen, registry, {}))
+        server.tell_changes = functools.partial(self.tell, server)
         with mock.patch.object(DiskThread, "work"):
             server.link = ms.Cluster(server)
         server.link.thread.at_once = False
         self.masters[name] = server
         return server
 
+    def tell(self, server: Any) -> None:
+        """What the program does with what has changed in the list."""
+        for event, one in changes_of(server.registry):
+            server.news.note(event, one)
+            if not one.master:
+                server.link.on_registry_event(event, one)
+
     def run_for(self, seconds: float, every: Callable[[], Any] = lambda: None) -> None:
         for step in range(int(seconds * 2)):
             self.now += 0.5
             for name, server in list(self.masters.items()):
+                self.tell(server)
                 job, done = server.link.thread.jobs.pop()
                 reachable = self.engine.here and name not in self.cut_off
                 with mock.patch.object(self.engine, "here", reachable):
@@ -11812,12 +11831,11 @@ class ClusterTest(ClusterCase):
     def test_a_zone_comes_with_its_owner(self) -> None:
         """What the master that hears it remembers of the announcer, the others know as well."""
         a, b = map(self.start, "ab")
-        claim = ms.create_zone_owner(5000, b"cane").to_texts()
-        zone = self.hear(a, game="subspace", zone_owner=claim)
+        owner = {"port": "5000", "password": "0123456789abcdef"}
+        zone = self.hear(a, game="subspace", room="subspace", private={"zone_owner": owner})
         self.run_for(3)
         known = b.registry.get(*zone.key)
-        self.assertEqual((known.master, known.zone_owner), ("a", claim))
-        self.assertEqual(ms.read_zone_owner(known), ms.create_zone_owner(5000, b"cane"))
+        self.assertEqual((known.master, known.private), ("a", {"zone_owner": owner}))
 
     def test_what_one_has_found_in_a_list_and_another_has_heard(self) -> None:
         """The announcement counts more, at every master."""
@@ -11837,7 +11855,7 @@ class ClusterTest(ClusterCase):
     def test_listed_changed_and_gone(self) -> None:
         a, b, c = map(self.start, "abc")
         told = {"mode": "ctf", "map": "m", "version": "1", "players": 3, "max_players": 8,
-                "playing": 2, "description": "D", "flavor": 0, "verified": "query",
+                "playing": 2, "description": "D", "verified": "query",
                 "responding": True, "details": {"arenas": "x"}}
         server = self.hear(a, **told)
         self.run_for(2)
@@ -11862,20 +11880,18 @@ class ClusterTest(ClusterCase):
     def test_both_know_a_server(self) -> None:
         """The later word counts; who has heard it keeps it when the other loses it."""
         a, b, c = map(self.start, "abc")
-        events: List[Any] = []
-        b.registry.subscribe(lambda event, one: events.append((event, one.master)))
         self.hear(a, name="first")
         self.run_for(2)
-        self.assertEqual((self.shown(b), events, b.registry.sources), (
-            {1: ("a", "first", 0)}, [], {}))
+        self.assertEqual((self.shown(b), b.registry.own.counts), ({1: ("a", "first", 0)}, {}))
         self.hear(b, name="second")
-        self.assertEqual((events, b.registry.sources), ([("listed", "")], {"203.0.113.9": 1}))
+        self.assertEqual(b.registry.own.counts, {"203.0.113.9": 1})
         self.run_for(2)
         for server, master in (a, ""), (b, ""), (c, "b"):
             self.assertEqual(self.shown(server), {1: (master, "second", 0)})
         own = a.registry.get("iceball", "203.0.113.9", 1)
         a.registry.remove_own(own)
-        self.assertEqual(self.shown(a), {1: ("b", "second", 0)}, "no moment without it")
+        self.tell(a)
+        self.assertEqual(self.shown(a), {1: ("b", "second", 0)}, "no more than a second without it")
         self.run_for(2)
         self.assertEqual(self.shown(b), {1: ("", "second", 0)})
         a.registry.remove_own(a.registry.get("iceball", "203.0.113.9", 1))      # not its own
@@ -11982,8 +11998,9 @@ class ClusterTest(ClusterCase):
         self.hear(two, 2, 1e6)
         self.masters = {"one": one, "two": two, "b": other}     # begin in the same moment
         gone: List[Any] = []
-        other.registry.subscribe(lambda event, server: gone.append(event), events=["gone"],
-                             every_master=True)
+        note = other.news.note
+        other.news.note = lambda event, server: (note(event, server),
+                                                 event == "gone" and gone.append(event))
         self.run_for(11)
         self.assertEqual((one.health, two.health, self.log.error.mock_calls), ({}, {}, []))
         self.run_for(300)
@@ -12098,7 +12115,7 @@ class ClusterTest(ClusterCase):
         logs.link, logs.log_name = mock.Mock(), b"log"
         logs.link.ask.side_effect = [b"1", b"1", OSError("out of memory")]
         server = make_server()
-        records = [(ms.listed_row(server, 0.0), True)] * (2 * ms.CLUSTER_BATCH)
+        records = [(ms.listed_row(server, 0.0, ms.ROOMS), True)] * (2 * ms.CLUSTER_BATCH)
         self.assertRaises(OSError, logs.append_records, records)
         self.assertEqual([call.args[:2] for call in logs.link.ask.mock_calls],
                          [("RPUSH", b"p:log"), ("EXPIRE", b"p:log"), ("RPUSH", b"p:log")])
@@ -12176,15 +12193,15 @@ class ClusterTest(ClusterCase):
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
         hyperbol = ms.Hyperbol(core)
-        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.STORED_READERS)
+        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.ROOMS)
         for port in range(1, 60):                       # more than one source may have
             a.registry.rules.max_servers_per_source = 100
-            self.hear(a, port, math.inf, "hyperbol", flavor=3)
+            self.hear(a, port, math.inf, "hyperbol", room="hyperbol", private={"flavor": 3})
         self.hear(b, 99)
         self.run_for(2)
         hyperbol.tick(self.now)
-        self.assertEqual((core.poller.targets, b.registry.sources), ({}, {"203.0.113.9": 1}))
-        self.assertEqual(b.registry.get("hyperbol", "203.0.113.9", 7).flavor, 3)
+        self.assertEqual((core.poller.targets, b.registry.own.counts), ({}, {"203.0.113.9": 1}))
+        self.assertEqual(b.registry.get("hyperbol", "203.0.113.9", 7).private, {"flavor": 3})
         saved.tick(self.now, T0 + self.now)
         write = saved.disk.submit.call_args[0][0]
         write()
@@ -12192,16 +12209,16 @@ class ClusterTest(ClusterCase):
         self.assertEqual(([row[2] for row in rows], gone), ([99], set()))
         self.assertEqual(len(saved.database.add_samples.call_args[0][1]), 60 + 2)
         own = self.hear(b, 7, math.inf, "hyperbol")
-        self.assertEqual(len(core.poller.targets), 1)
         b.registry.remove_own(own)                          # as others have it, it is shown
+        self.tell(b)
         saved.batch_began = None
         saved.tick(self.now, T0 + self.now)
         saved.disk.submit.call_args[0][0]()
         (rows, gone), _ = saved.database.save.call_args
         self.assertEqual((rows, {key[2] for key in gone}), ([], {7}))
         # Named by the ini, does not answer
-        target = core.poller.keep_polling(hyperbol, "203.0.113.9", 8)
-        target.pinned, target.missed_polls = True, ms.MISSED_POLLS_LIMIT
+        target = core.poller.add(hyperbol, "203.0.113.9", 8, ms.NAMED)
+        target.missed = ms.MISSED_POLLS_LIMIT
         hyperbol.poll_missed(target, self.now)
         self.assertTrue(b.registry.get("hyperbol", "203.0.113.9", 8).responding)
 
@@ -12225,10 +12242,8 @@ class ClusterTest(ClusterCase):
     def iceball_says(self, core: Any, iceball: ms.Iceball, players: int) -> None:
         """A game server announces, and returns what it is told unless that is known already."""
         packet, peer = announcement(players=players), ("203.0.113.9", 40000)
-        [answer] = iceball.answer_repeats([packet], [peer], self.now)
-        if answer is None:
-            [(answer, _)] = iceball.datagram(packet, peer, self.now)
-            iceball.datagram(b"HSHK" + answer[4:], peer, self.now)
+        for answer, _ in deliver(iceball, packet, peer, self.now):
+            deliver(iceball, b"HSHK" + answer[4:], peer, self.now)
 
     def quake3_says(self, core: Any, quake3: ms.Quake3, players: int) -> None:
         """A game server sends a heartbeat, and answers every getinfo."""
@@ -12240,17 +12255,24 @@ class ClusterTest(ClusterCase):
 
     def test_the_attributes_that_an_own_server_takes_from_another_master(self) -> None:
         """Who owns a zone is this master's own business, as is what its ini names."""
+        def zone(server: Any, name: str, port: int) -> ms.Server:
+            owner = {"port": str(port), "password": "0" * 16}
+            return self.hear(server, name=name, room="subspace", game="subspace",
+                             private={"zone_owner": owner})
+
+        def shown(server: ms.Server) -> Tuple[str, str]:
+            return server.name, server.private["zone_owner"]["port"]
         a, b, c = map(self.start, "abc")
-        own = self.hear(a, name="old", zone_owner={"password": "ours"})
+        own = zone(a, "old", 1)
         self.now += 1
-        self.hear(b, name="new", zone_owner={"password": "theirs"})
+        zone(b, "new", 2)
         self.run_for(2)
-        self.assertEqual((own.name, own.zone_owner), ("new", {"password": "ours"}))
-        foreign = c.registry.get("iceball", "203.0.113.9", 1)
-        self.assertEqual((foreign.name, foreign.zone_owner), ("new", {"password": "theirs"}))
-        self.hear(b, name="newer", zone_owner={"password": "another"})
+        self.assertEqual(shown(own), ("new", "1"))
+        foreign = c.registry.get("subspace", "203.0.113.9", 1)
+        self.assertEqual(shown(foreign), ("new", "2"))
+        zone(b, "newer", 3)
         self.run_for(2)
-        self.assertEqual((foreign.name, foreign.zone_owner), ("newer", {"password": "another"}))
+        self.assertEqual(shown(foreign), ("newer", "3"))
 
     def test_records_of_other_versions_and_broken_ones(self) -> None:
         b = self.start("b")
@@ -12264,7 +12286,7 @@ class ClusterTest(ClusterCase):
             ({1: "203.0.113"}, "]", None), ({1: "239.0.0.1"}, "]", None), ({1: None}, "]", None),
             ({2: 65536}, "]", None), ({2: -1}, "]", None), ({2: True}, "]", None),
             ({0: "no such"}, "]", None), ({0: ""}, "]", None), ({6: 5}, "", None),
-            ({}, "", None), ({6: '["S","","","",3,8,null,"",256,"query"'}, "]", None),
+            ({}, "", None), ({6: '["S","","","",3,8,null,"",256,"query"'}, "]", 3),
             ({6: "{}"}, "", None), ({6: "5"}, "", None), ({6: "[" * 9999}, "", None))
         for changed, end, players in rows:
             row = {**dict(enumerate(good)), **changed}
@@ -14795,7 +14817,7 @@ class Embedded(unittest.TestCase):
                 lambda server: threading.Thread(target=server.stop).start()):
             server = master(**self.ports("iceball__port"))
             signal.signal(signal.SIGINT, lambda number, frame: server.stop())
-            server.registry.subscribe(lambda event, listed: stop(server))
+            server.on_event = lambda event, listed: stop(server)
             server.bind()
             announcing = threading.Thread(target=handshake_iceball, args=(server, 1000))
             announcing.start()
