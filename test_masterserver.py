@@ -4234,10 +4234,8 @@ class AioTest(unittest.TestCase):
             aio.registry.list_or_refresh(("aio", address, 27010), address, 0.0, math.inf,
                                          {"name": str(number)})
         _, document, binary, framed = [aio.ask(request) for request in AIO_LISTS]
-        self.assertEqual([int(number) for number in document.split(b"#")[1::5][:-1]],
-                         list(range(300)))
-        self.assertEqual([int.from_bytes(entry[:2], "little")
-                          for entry in binary[1:].split(hexa("144801"))[:-1]], list(range(300)))
+        self.assertTrue(document.endswith(b"#27010#299#99##198.18.0.100#27010#%"), document[-50:])
+        self.assertIn(hexa("144801 2b01") + b"99\0", binary)
         self.assertEqual(framed[:4], (len(framed) - 4).to_bytes(3, "little") + b"\1")
         payload = zlib.decompress(framed[4:])
         self.assertEqual((payload[:3], payload.count(hexa("8269"))), (hexa("02 2c01"), 300))
@@ -4613,26 +4611,16 @@ class AioScenario(unittest.TestCase):
     def connect(self):
         sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), SOON_S)
         self.addCleanup(sock.close)
-        self.take(sock, AIO_GREETING)
+        self.assertEqual(sock.recv(5), AIO_GREETING)
         return sock
 
-    @staticmethod
-    def ungreeted(data):
-        """Without the greeting of a peer who was slow to speak, on a busy machine."""
-        return re.sub(rb"^%1#\d+#%", b"", data)
-
-    def take(self, sock, wanted):
-        data = b""
-        while len(data) < len(wanted):
-            data = self.ungreeted(data + (sock.recv(len(wanted) - len(data)) or b"the end"))
-        self.assertEqual(data, wanted)
-
     def ask(self, request):
-        """All that a peer gets who sends this and no more."""
+        """All that a peer gets who sends this and no more, but for the greeting of one who was slow
+        to speak, on a busy machine."""
         with self.connect() as sock:
             sock.sendall(request)
             sock.shutdown(socket.SHUT_WR)
-            return self.ungreeted(read_all(sock))
+            return re.sub(rb"^%1#\d+#%", b"", read_all(sock))
 
     def test_all_generations_at_once(self):
         with contextlib.ExitStack() as stack:
@@ -4642,13 +4630,12 @@ class AioScenario(unittest.TestCase):
             port = game.getsockname()[1]
             self.server = stack.enter_context(RunningServer(
                 "-v", start=HURRIED, aio__port="0", http__ports="0"))
-            text, binary, framed = [self.connect() for _ in range(3)]
+            text = self.connect()
             self.assertEqual(text.recv(6), b"%1#0#%")
+            binary, framed = self.connect(), self.connect()
             text.sendall(b"13#Text [1/8]#D#1001#%\n")
-            self.take(text, b"%SUCCESS#13#%")
             binary.sendall(b"\x0dBinary\0D\0\0" + hexa("aa0d"))
             framed.sendall(hexa("03000000 03") + struct.pack("<H", port))
-            self.take(framed, AIO_DONE)
             question, peer = game.recvfrom(100)
             self.assertEqual(question, AioWorld.question)
             game.sendto(AioWorld.answer, peer)
@@ -8091,21 +8078,6 @@ class LuantiTest(WebCase):
         for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
             self.assertEqual(ms.read_luanti_address(address), address)
 
-    def test_a_thousand_mutations(self):
-        chance, refused = random.Random(39), 0
-        for number in range(1000):
-            body = bytearray(luanti_body(LUANTI_START if number % 9 else LUANTI_DELETE))
-            for _ in range(chance.choice((1, 2, 5))):
-                at = chance.randrange(len(body))
-                body[at:at + chance.choice((0, 1, 30))] = bytes(
-                    chance.choices(NASTY_BYTES, k=chance.choice((0, 1, 5))))
-            status, _, answer, _ = split_response(feed(
-                self.session(self.HERE), LUANTI_HEAD % len(body) + body))
-            self.assertIn(status, (200, 202, 400, 409, 415), (body, answer))
-            self.assertGreater(len(answer), 20)
-            refused += status in (400, 415)
-        self.assertGreater(refused, 300)
-
     def test_how_long_it_stays(self):
         """Answers to polls alone do not keep it, nor announcements without them."""
         for now, answers, stays in ((300, True, 630), (0, True, 330), (0, False, 100)):
@@ -8172,25 +8144,16 @@ class LuantiTest(WebCase):
             self.say(LUANTI_DELETE, source)
             self.assertEqual(self.registry.total, 0)
 
-    def test_another_address_is_looked_up_before_it_is_shown(self):
-        host = "a.example"
         self.say()
         self.poll()
-        for leads, shown in ("", self.HERE), (self.HERE, host):
-            self.looked_up[host] = leads
-            self.say(LUANTI_UPDATE, address=host)
+        for leads, shown in ("", self.HERE), (self.HERE, "a.example"):      # before it is shown
+            self.looked_up["a.example"] = leads
+            self.say(LUANTI_UPDATE, address="a.example")
             self.poll(40)
             self.assertEqual(self.found()["list"][0]["address"], shown)
         self.looked_up.clear()                          # it is known by now
-        self.say(LUANTI_UPDATE, address=host, name="New")
+        self.say(LUANTI_UPDATE, address="a.example", name="New")
         self.assertEqual(self.names(), ["New"])
-
-    def test_the_nearest_of_a_name_s_addresses(self):
-        addresses = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2"]
-        with mock.patch.object(ms, "host_addresses", return_value=addresses):
-            for like, nearest in (("", 0), ("192.0.2.2", 1), ("192.0.2.9", 0), ("2001:db8::2", 3),
-                                  ("2001:db8::9", 2)):
-                self.assertEqual(ms.resolve_host("a.example", like), addresses[nearest])
 
     def test_refused_announcements(self):
         network = ms.read_network("198.51.100.0/24")
@@ -8254,6 +8217,17 @@ class LuantiTest(WebCase):
         self.assertEqual(sorted(port for _, _, port in poller.targets), [2, 3, 4])
         self.poll(8, answers=False)
         self.assertEqual((poller.targets, len(poller.newcomers)), ({}, 0))
+
+    def test_an_honest_server_among_many_silent_ones(self):
+        """Nine addresses have 32 each that are silent, at a tenth of the default rate."""
+        self.core.poller.rate = 50
+        for number in range(9 * 36):
+            status, _ = self.say(source="198.51.100.%d" % (number % 9), port=20000 + number)
+            self.assertEqual(status, 202)
+        self.assertEqual(len(self.core.poller.targets), 9 * 32)
+        self.poll(3, answers=False)
+        self.say()
+        self.assertIn((self.HERE, 36302), self.poll(2, answers=False))
 
     def test_too_many_names_are_being_looked_up(self):
         """Two of a source; and where others have filled the room nobody is told that his name leads
@@ -8340,73 +8314,6 @@ class LuantiTest(WebCase):
         self.assertEqual((fields["map"], fields["verified"]), ("v7", "another list"))
         first["private"]["clients"] = -1
         self.assertRaises(ms.Refused, self.luanti.found, first)
-
-
-class LuantiUnderAttack(unittest.TestCase):
-    """Over real sockets, no source exempt from limits: announcements that never answer."""
-
-    def post(self, server, source, port, address=""):
-        """Announce a Luanti server from this address; the status."""
-        place = "127.0.0.1", port_of(server, "http")
-        told = {**json.loads(LUANTI_START), "port": port, "address": address}
-        text = json.dumps(told).encode()
-        with socket.create_connection(place, 5, (source, 0)) as client:
-            client.sendall(luanti_request(text))
-            client.settimeout(5)
-            return int(client.recv(65536)[9:12])
-
-    @unittest.skipUnless(sys.platform == "linux", "only Linux has all of 127.*")
-    def test_an_honest_server_is_listed_soon(self):
-        """Nine addresses have 32 each that are silent, at a tenth of the default rate."""
-        sources = ["127.0.1.%d" % number for number in range(1, 10)]
-        with contextlib.ExitStack() as stack:
-            server = stack.enter_context(master(
-                http__ports="0", poll__rate="50", limits__requests="1000/1000",
-                limits__connections="1000/1000", server__bind="127.0.0.1"))
-            honest = stack.enter_context(FakeServer(
-                lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else []))
-            for source in sources:
-                statuses = [self.post(server, source, 20000 + number) for number in range(36)]
-                self.assertEqual(statuses, [202] * 36)
-            sent = server.tallies["poll"].sent
-            began = time.monotonic()
-            self.assertEqual(self.post(server, "127.0.0.1", honest.port), 202)
-            eventually(lambda: server.registry.total == 1)
-            waited = time.monotonic() - began
-            # By the clock, or where the machine was busy by what others were sent in between
-            self.assertTrue(waited < 2.5 or server.tallies["poll"].sent - sent <= 100, waited)
-
-
-    @unittest.skipUnless(sys.platform == "linux", "only Linux has all of 127.*")
-    def test_slow_names_of_others_are_no_honest_server_s_fault(self):
-        """Ten announcements of five addresses with names that take for ever."""
-        answers = threading.Event()
-        self.addCleanup(answers.set)
-
-        def look_up(host, like=""):
-            if host.endswith("slow.example"):
-                answers.wait(20)
-                raise OSError("no such name")
-            return "127.0.0.1"
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(ms, "resolve_host", look_up))
-            server = stack.enter_context(master(http__ports="0", server__bind="127.0.0.1"))
-            honest = stack.enter_context(FakeServer(
-                lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else []))
-            for number in range(1, 6):
-                statuses = [self.post(server, "127.0.1.%d" % number, port, "%d.slow.example" % port)
-                            for port in (20001, 20002, 20003)]
-                self.assertEqual(statuses, [202, 202, 429])
-            found = []
-            server.post(lambda now: server.host_names.resolve(
-                "ini.example", lambda address, now: found.append(
-                    (address, server.registry.total)), ""))
-            for _ in range(2):                          # its first one waits still
-                self.assertEqual(self.post(server, "127.0.0.1", honest.port, "a.example"), 202)
-            answers.set()
-            eventually(lambda: server.registry.total == 1)
-            self.assertEqual(found, [("127.0.0.1", 0)])
 
 
 MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
@@ -11177,6 +11084,13 @@ class HostNamesTest(unittest.TestCase):
         self.assertEqual([self.answer("") for _ in range(500)],
                          ["%d.example" % number for number in range(500)])
         self.ask("honest.example", "198.51.100.1")          # one more is under way
+
+    def test_the_nearest_of_a_name_s_addresses(self):
+        addresses = ["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2"]
+        with mock.patch.object(ms, "host_addresses", return_value=addresses):
+            for like, nearest in (("", 0), ("192.0.2.2", 1), ("192.0.2.9", 0), ("2001:db8::2", 3),
+                                  ("2001:db8::9", 2)):
+                self.assertEqual(ms.resolve_host("a.example", like), addresses[nearest])
 
 
 class ReloadTest(unittest.TestCase):
