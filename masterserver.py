@@ -6161,7 +6161,7 @@ def aio_frame_bytes(data):
 
 
 def aio_payload(frame, most_bytes):
-    """Return the payload of a frame. Raise Malformed if it cannot be decompressed to `most_bytes`."""
+    """Return the payload of a frame, decompressed to at most `most_bytes`. Raise Malformed."""
     head, payload = frame[:AIO_FRAME_HEAD_BYTES], frame[AIO_FRAME_HEAD_BYTES:]
     if head.endswith(b"\0"):
         return payload
@@ -6229,9 +6229,7 @@ class AioText:
         *texts, port = map(aio_unescape, fields or [b""])
         if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        name, description, *address = texts
-        session.claim_address(b"".join(address))
-        if session.publish_texts(name, description, int(port), now):
+        if session.publish_texts(texts, int(port), now):
             return b""
         return b"%SUCCESS#13#%"
 
@@ -6329,10 +6327,9 @@ class AioBinary:
     def answer(self, session, message, now):
         if message == self.ask:
             return session.rendered("binary", now)
-        name, description, address, port_bytes = message[1:].split(b"\0", 3)
+        *texts, port_bytes = message[1:].split(b"\0", 3)
         port, _ = read_aio_integer(port_bytes)
-        session.claim_address(address)
-        session.publish_texts(name, description, port, now)
+        session.publish_texts(texts, port, now)
         return b""
 
     @staticmethod
@@ -6409,16 +6406,16 @@ class AioFramed:
         return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
 
     def fetch(self):
-        begin = len(AIO_CONNECTED)
+        begin = len(AIO_CONNECTED)      # the greeting
 
-        def is_complete(data):
+        def list_end(data):
             size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return size is not None and len(data) >= begin + size
+            return begin + size if size and len(data) >= begin + size else None
 
-        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
-        if not is_complete(data):
+        data = yield from received_until(list_end, aio_frame(AIO_LIST))
+        if list_end(data) is None:
             raise Malformed("no list came before the end")
-        payload = aio_payload(data[begin:], LIST_BYTES)
+        payload = aio_payload(data[begin:list_end(data)], LIST_BYTES)
         if payload[:1] != AIO_LIST:
             raise Malformed("type: not a list")
         servers = []
@@ -6553,10 +6550,12 @@ class AioSession(MessageSession):
             if self.registry.get(*self.listed_at(port)) is None:
                 self.publish(port, fields, now)
 
-    def publish_texts(self, name, description, port, now):
-        """Publish a server by its name and description, in bytes. As in publish().
+    def publish_texts(self, texts, port, now):
+        """Publish a server by its name, description and perhaps address, in bytes. As in publish().
 
         A name may end with the number of players. This game's own lists show it with them."""
+        name, description, *address = texts
+        self.claim_address(b"".join(address))
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
         players, max_players = map(int, counter.groups()) if counter else (0, 0)
@@ -7350,10 +7349,6 @@ LUANTI_GOODBYE = Form("<4s 2s 3s", "id peer kind", id=LUANTI_ID, kind=b"\0\0\3")
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
-def read_luanti_text(text):
-    return clean(text, TEXT_CHARACTERS)
-
-
 def read_luanti_address(text):
     """Return the announced address for players to connect to, if it is a possible address.
 
@@ -7396,7 +7391,7 @@ def luanti_number_reader(high, kind=int):
     return read
 
 
-LUANTI_TEXT = read_luanti_text, "a text"
+LUANTI_TEXT = functools.partial(clean, max_characters=TEXT_CHARACTERS), "a text"
 LUANTI_WORD = clean, "a text"
 LUANTI_NAMES = read_luanti_names, "a list of texts"
 LUANTI_FLAG = read_flag, "true or false"
@@ -7585,8 +7580,9 @@ class Luanti(PolledGame):
         else:
             self.query_announced(source, port, announcement, now)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
-            return HttpAnswer(409, b"Request has been filed. So far it was not listed: %s. The "
-                                   b"page /check tells what to do.\n" % last_outcome.detail.encode())
+            text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
+                    "what to do.\n" % last_outcome.detail)
+            return HttpAnswer(409, text.encode())
         return HttpAnswer(202, b"Request has been filed.\n")
 
     @staticmethod
