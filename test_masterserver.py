@@ -6703,6 +6703,7 @@ class WebCase(unittest.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
         self.core = make_core(**self.settings)
+        self.core.rooms.update((game.game, game(self.core)) for game in ms.GAMES)
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
 
@@ -6723,7 +6724,8 @@ class WebCase(unittest.TestCase):
 
     def list(self, port=1, address="203.0.113.9", game="iceball", source="", **fields):
         return self.registry.list_or_refresh(
-            (game, address, port), source or address, 0.0, 120.0, {"name": "S", **fields})
+            (game, address, port), source or address, 0.0, 120.0,
+            {"name": "S", "room": game if game in self.core.rooms else "", **fields})
 
 
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
@@ -7127,48 +7129,47 @@ class ListsTest(WebCase):
         self.registry.rules.official = {("203.0.113.9", 1): True}
         self.registry.rules.priority = {("203.0.113.9", 1): 7}
         server = self.list(mode="ctf", map="m", version="1", players=3, max_players=8, playing=2,
-                           description="D", flavor=4, verified="query", ping_ms=41.26,
+                           description="D", private={"flavor": 4}, verified="query", ping_ms=41.26,
                            details={"skill": "9", "arenas": "a"}, found_at="up.example")
         self.registry.confirm(server, 60.5)
         self.list(2, responding=False).confirmed = False
         self.assertEqual(self.get("/servers.json", now=70.0)[2].decode(), '''\
 {"generated":1700000070,"generation":%d,"servers":[{"game":"iceball","address":"203.0.113.9",\
 "port":1,"name":"S","mode":"ctf","map":"m","version":"1","players":3,"max_players":8,"playing":2,\
-"description":"D","official":true,"priority":7,"flavor":4,"verified":"query","responding":true,\
-"found_at":"up.example","country":"","unconfirmed":false,"ping_ms":41.3,"arenas":"a","factions":"",\
+"description":"D","official":true,"priority":7,"verified":"query","responding":true,\
+"found_at":"up.example","country":"","unconfirmed":false,"ping_ms":41.3,"flavor":4,"arenas":"a","factions":"",\
 "skill":"9","flags":"",\
 "master":"","first_seen":1700000000,"last_seen":1700000060},
 {"game":"iceball","address":"203.0.113.9","port":2,"name":"S","mode":"","map":"","version":"",\
 "players":0,"max_players":0,"playing":null,"description":"","official":false,"priority":0,\
-"flavor":0,"verified":"self-reported","responding":false,"found_at":"","country":"",\
-"unconfirmed":true,"ping_ms":null,\
+"verified":"self-reported","responding":false,"found_at":"","country":"",\
+"unconfirmed":true,"ping_ms":null,"flavor":0,\
 "arenas":"","factions":"","skill":"","flags":"","master":"","first_seen":1700000000,\
 "last_seen":1700000000}]}
 ''' % self.registry.generation)
 
     def test_lists_are_made_once_between_two_ticks(self):
         """However many ask for them, in whatever words; and each server's part only when it has
-        changed. A list without times in it stays until then."""
+        changed. A list of a room stays until then."""
         servers = [self.list(port, max_players=9) for port in range(1, 4)]
         for path, function, has_times in (
-                ("/?x=%d", "render_server_row", True), ("/master.json?%d", "iceball_json", False),
-                ("/servers.json?%d", "server_json", True),
-                ("/servers.xml?game=iceball&x=%d", "server_xml", True)):
+                ("/?x=%d", "render_server_row", 1), ("/servers.json?%d", "server_json", 1),
+                ("/servers.xml?game=iceball&x=%d", None, 1), ("/master.json?%d", None, 0)):
             listed = mock.Mock(wraps=self.registry.servers)
-            made = mock.Mock(wraps=getattr(ms, function))
+            made = mock.Mock(wraps=getattr(ms, function or "endpoint_text"))
             with mock.patch.object(self.registry, "servers", listed), \
-                    mock.patch.object(ms, function, made):
-                for number in range(5):
-                    self.get(path % number)
-                self.assertEqual((listed.call_count, made.call_count), (1, 3), path)
-                self.web.tick(1.0)
-                for number in range(5):
-                    self.get(path % number)
-                self.assertEqual((listed.call_count, made.call_count), (1 + has_times, 3), path)
+                    mock.patch.object(ms, function or "endpoint_text", made):
+                for now, lists, entries in (1.0, 1, 3), (2.0, 1 + has_times, 3):
+                    self.web.tick(now)
+                    for number in range(5):
+                        self.get(path % number, now=now)
+                    self.assertEqual(listed.call_count, lists, path)
+                    self.assertEqual(made.call_count, entries if function else 0, path)
                 self.registry.update(servers[1], {"players": servers[1].players + 1})
-                self.web.tick(2.0)
-                self.get(path % 0)
-                self.assertEqual((listed.call_count, made.call_count), (2 + has_times, 4), path)
+                self.web.tick(3.0)
+                self.get(path % 0, now=3.0)
+                self.assertEqual(listed.call_count, 2 + has_times, path)
+                self.assertEqual(made.call_count, 4 if function else 0, path)
 
     def test_a_long_body_is_there_once(self):
         for number in range(1, 200):
@@ -7239,7 +7240,7 @@ class ListsTest(WebCase):
     def test_servers_xml(self):
         self.web.epoch = 1.7e9
         self.list(27888, "203.0.113.7", "hyperbol", name="Fun & \"Games\"", mode="Core", players=5,
-                  max_players=16, map="orbital", version="1.8a", flavor=3, ping_ms=41.2,
+                  max_players=16, map="orbital", version="1.8a", private={"flavor": 3}, ping_ms=41.2,
                   details={"skill": "9"})
         self.list(27888, "203.0.113.8", "hyperbol", responding=False)
         self.list()
@@ -7286,7 +7287,8 @@ flavor="3" ping_milliseconds="41"/>
         self.assertEqual([words in page for words in (
             b"My Game", b">Second title<", b"Our own page")], [False, True, True])
         self.assertEqual(self.get("/style.css")[2], b"p { color: red }")
-        self.assertEqual(self.get("/master.json", "If-None-Match: " + before)[0], 200)
+        self.core.rooms["iceball"].read(self.core.settings)
+        self.assertEqual(self.get("/master.json", "If-None-Match: " + before, now=1.0)[0], 200)
 
     def test_an_empty_list_says_what_to_do(self):
         listeners = [SimpleNamespace(protocol=protocol, port=port) for port, protocol in enumerate(
@@ -7545,7 +7547,7 @@ class AnnounceTest(WebCase):
 
     def setUp(self):
         super().setUp()
-        self.hyperbol = ms.Hyperbol(self.core)
+        self.hyperbol = self.core.rooms["hyperbol"]
 
     def post(self, body, *lines, address="203.0.113.9", now=0.0):
         if isinstance(body, dict):
@@ -9358,7 +9360,7 @@ class CountriesTest(WebCase):
     def test_news(self):
         self.core.settings.values["notify.text"] = "$name in $country"
         for address, text in (("203.0.113.9", "S in Germany"), ("8.8.8.8", "S in ?")):
-            self.assertEqual(ms.news_text(self.list(1, address), self.core.settings), text)
+            self.assertEqual(ms.news_text(self.list(1, address), {}, self.core.settings), text)
 
 
 class CountryFileOfTheProgram(unittest.TestCase):
@@ -9708,10 +9710,11 @@ class NewsTest(unittest.TestCase):
             settings = ms.Settings({"http.url": "https://games.example"})
             text = "7 of 32 are playing on %s (Iceball, map %s) https://games.example%s" % (
                 name, name, ms.server_link(server))
-            entry = ms.with_times(ms.server_json(server), server, WALL, "")
+            entry = ms.with_times(ms.server_json(server, {}), server, WALL, "")
             bodies = {}
+            titles = {"iceball": "Iceball"}
             for format in ms.NEWS_FORMATS:
-                type, body = ms.NEWS_FORMATS[format](server, settings, entry)
+                type, body = ms.NEWS_FORMATS[format](server, titles, settings, entry)
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -9734,7 +9737,7 @@ class NewsTest(unittest.TestCase):
         for text, settings in (
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
-            self.assertEqual(ms.text_news(empty, ms.Settings(settings), b""),
+            self.assertEqual(ms.text_news(empty, {}, ms.Settings(settings), b""),
                              ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
