@@ -6703,7 +6703,8 @@ class WebCase(unittest.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
         self.core = make_core(**self.settings)
-        self.core.rooms.update((game.game, game(self.core)) for game in ms.GAMES)
+        for game in ms.GAMES:
+            self.core.rooms[game.game] = game(self.core)
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
 
@@ -8310,8 +8311,8 @@ class DdnetTest(WebCase):
         self.registry = self.core.registry
         self.sent = []
         self.core.send = lambda data, peer: self.sent.append((data, peer))
-        self.web = ms.Web(self.core)
         self.ddnet = self.core.rooms["ddnet"] = ms.Ddnet(self.core)
+        self.web = ms.Web(self.core)
 
     def send(self, request, source=HERE, now=0.0, size=1 << 30):
         """The status of the response, and what its JSON tells."""
