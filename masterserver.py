@@ -3568,8 +3568,10 @@ class Game:
     # The name of a method by "GET" or "POST" and path. It gets the HttpRequest, and returns
     # JSON or raises Malformed or Refused
     requests: Mapping[str, str] = {}
+    body_bytes = HTTP_BODY_BYTES                # the longest body of a request
     json_field = ""         # its servers POST /announce in a form, with JSON in this field
-    json_fields: Mapping[str, Any] = {}         # private attributes for /servers.json, with defaults
+    # The private attributes that /servers.json has, with their values for servers of other games
+    json_fields: Mapping[str, Any] = {}
     ipv4_list = False                           # its players' list cannot hold IPv6 addresses
     announced_by_http = False                   # whether POST /announce takes its servers
     announced_over = "http"                     # what announce() speaks: "udp", "tcp" or "http"
@@ -3662,7 +3664,7 @@ class Game:
         is_own = server is not None and server.source == source and not server.master
         if is_own:
             self.registry.remove_own(server)
-            self.record(source, port, "stopped", now)
+            self.registry.record_outcome(source, self.game, port, "stopped", now)
         return is_own
 
     # By HTTP
@@ -4229,7 +4231,7 @@ class PolledGame(Game):
             self.poller.remove(target)
         was_listed = super().stopped(source, port, now)
         if target is not None and not was_listed:
-            self.record(source, port, "stopped", now)
+            self.registry.record_outcome(source, self.game, port, "stopped", now)
         return was_listed or target is not None
 
     def check_newcomer(self, source, port, name, target):
@@ -8042,6 +8044,7 @@ class Ddnet(Game):
                "ddnet_addresses": Private(NO_DETAILS)}
     routes = {DDNET_SERVERS: Route("servers.json", JSON_TYPE)}
     requests = {"POST " + DDNET_REGISTER: "register"}
+    body_bytes = DDNET_INFO_BYTES
     announced_over = ""
     fetched_over = "http"
 
@@ -10101,6 +10104,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     fingerprint    of the request, if it may be recognized when it comes again; None with a body
     body_bytes     the length of the body
     announced      the game and the port that the request announces, for the record of a refusal
+    form           what Web.form_of_room() has returned for an announcement
     disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
@@ -10113,6 +10117,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     body = b""
     body_bytes = 0
     announced = "announce", 0
+    form: Any = None
     disk_result: Any = None
 
     def __init__(self, head, routes):
@@ -10159,8 +10164,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
         self.body_bytes = int(text or 0)
-        if self.body_bytes > HTTP_BODY_BYTES:
-            raise HttpError(413, "At most %d bytes are accepted." % HTTP_BODY_BYTES)
+        route = self.routes.get(self.route)
+        max_bytes = route.room.body_bytes if route and route.room else HTTP_BODY_BYTES
+        if self.body_bytes > max_bytes:
+            raise HttpError(413, "At most %d bytes are accepted." % max_bytes)
 
     def header(self, name):
         """Return the value of a header field, or "" if the request does not have it.
@@ -10610,7 +10617,7 @@ class Web(TcpProtocol):
         media_type = JSON_TYPE
         if route and route.room:
             body = route.room.http_error(request, status, hint)
-        elif request.route == "/announce" and not self.form_of_room(request):
+        elif request.route == "/announce" and not request.form:
             body = to_json({"listed": False, "reason": hint})
         if body is None and "text/html" in request.header("Accept"):
             body = render_error_page(self.look, status, reason, hint)
@@ -11090,7 +11097,7 @@ class OwnGame(Game):
         key = self.game, address, port
         self.registry.list_or_refresh(key, source, now, ANNOUNCED_TTL_S, fields)
         if not server:
-            self.record(source, port, "listed", now)
+            self.registry.record_outcome(source, self.game, port, "listed", now)
 
 
 def post_announce(web, request):
@@ -11100,9 +11107,9 @@ def post_announce(web, request):
     servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
     source, now = request.address, request.now
-    form = web.form_of_room(request)
-    if form:
-        room, json_text = form
+    request.form = web.form_of_room(request)
+    if request.form:
+        room, json_text = request.form
         values = json_values(json_text)
         request.announced = announced_game(web, room.game), 0
         port = announced_value("port", values.get("port"))

@@ -113,6 +113,13 @@ def make_core(**settings: str) -> FakeMaster:
         upstream={}, hourly_players=dict)
 
 
+def with_rooms(core: FakeMaster) -> FakeMaster:
+    """Put the rooms of all games into it."""
+    for game in ms.GAMES:
+        core.rooms[game.game] = game(core)
+    return core
+
+
 def changes_of(registry: ms.Registry) -> List[Tuple[str, ms.Server]]:
     """What has changed in the list since the last call."""
     noted, registry.changes = registry.changes, []
@@ -5207,7 +5214,7 @@ def make_series(span="day"):
 
 def web_of(servers, known=None, template=ms.LIST_PAGE):
     """What serves these servers, in this order and whatever they tell; `known`: of the others."""
-    core = make_core(http__title="Open Game Masters")
+    core = with_rooms(make_core(http__title="Open Game Masters"))
     for server in servers:
         core.registry.games[server.game][server.address, server.port] = server
         server.rank, server.entry_cache = (servers.index(server),), None
@@ -6702,9 +6709,7 @@ class WebCase(unittest.TestCase):
                                   lambda *arguments: "Thu, 01 Jan 1970 00:00:00 GMT")
         patch.start()
         self.addCleanup(patch.stop)
-        self.core = make_core(**self.settings)
-        for game in ms.GAMES:
-            self.core.rooms[game.game] = game(self.core)
+        self.core = with_rooms(make_core(**self.settings))
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
 
@@ -7239,7 +7244,7 @@ class ListsTest(WebCase):
         self.assertEqual({server.getAttribute("servername") for server in servers}, clean)
 
     def test_servers_xml(self):
-        self.web.epoch = 1.7e9
+        self.web.epoch = self.core.rooms["hyperbol"].epoch = 1.7e9
         self.list(27888, "203.0.113.7", "hyperbol", name="Fun & \"Games\"", mode="Core", players=5,
                   max_players=16, map="orbital", version="1.8a", private={"flavor": 3}, ping_ms=41.2,
                   details={"skill": "9"})
@@ -7408,12 +7413,12 @@ flavor="3" ping_milliseconds="41"/>
                   "proto_min": 37, "proto_max": 41}
         for game in "iceball", "luanti", "hyperbol":
             self.registry.list_or_refresh((game, "203.0.113.9", 1), "203.0.113.9", 0.0, 60.0, {
-                "name": "Found", "found_at": "up.example",
-                "luanti_announcement": luanti if game == "luanti" else {}})
-        for shares in "yes", "no":
+                "name": "Found", "found_at": "up.example", "room": game,
+                "private": {"luanti_announcement": luanti} if game == "luanti" else {}})
+        for now, shares in (1.0, "yes"), (2.0, "no"):
             reload(self.core, self.web, upstream__share=shares)
             for path in "/master.json", "/list", "/servers.xml":
-                self.assertEqual(b"Found" in self.get(path)[2], shares == "yes", path)
+                self.assertEqual(b"Found" in self.get(path, now=now)[2], shares == "yes", path)
             for path in "/servers.json", "/":
                 self.assertGreaterEqual(self.get(path)[2].count(b"Found"), 3, path)
 
@@ -7672,8 +7677,8 @@ class AnnounceTest(WebCase):
         for pinned in (False, True):
             self.post({"game": "hyperbol", "port": 27888})
             if pinned:
-                self.hyperbol.set_pinned({("203.0.113.9", 27888): 1})
-                self.hyperbol.resolve_pinned(0.0)
+                self.hyperbol.named = {("203.0.113.9", 27888): 1}
+                self.hyperbol.tick(0.0)
             self.answer_query(1.0 + 100 * pinned)
             self.assertEqual(self.registry.total, 1)
             self.assertEqual(self.post(stop, now=2.0)[0], 200)
@@ -7790,8 +7795,8 @@ class AnnounceTest(WebCase):
     def test_errors_in_words(self):
         allow = "the operator of this master can allow it with a line `%s` under [games]"
         for body, words in (
-                (b"", "hyperbol, mygame, other, not ''"),
-                (b"game=iceball&port=1", "not 'iceball'"), (b"game=luanti&port=1", "not 'luanti'"),
+                (b"", "hyperbol, subspace, luanti, mygame, other, not ''"),
+                (b"game=iceball&port=1", "not 'iceball'"), (b"game=luanti&port=1", "Luanti"),
                 (b"game=teeworlds&port=1", allow % "teeworlds = Teeworlds"),
                 (b"game=My+Game&port=1", "not 'My Game'"), (b"game=" + b"x" * 40, "not 'xxx"),
                 (b"game=mygame", "port: expected a number from 1 to 65535"),
@@ -10364,8 +10369,8 @@ class HttpsTest(unittest.TestCase):
         status, _, body = self.ask(server, self.ANNOUNCEMENT)
         self.assertEqual((status, json.loads(body)["listed"]), (200, True))
         plain_port = port_of(server, "http")
-        for path in (*ms.ROUTES, "/nothing"):
-            if path in ("/announce", "/metrics"):
+        for path in ms.Web(with_rooms(make_core())).routes:
+            if path in ("/announce", "/metrics", ms.DDNET_REGISTER):
                 continue
             with self.subTest(path):
                 for _ in range(2):              # the second one comes from the cache
@@ -14798,7 +14803,8 @@ class ReadmeTest(unittest.TestCase):
         for path, what in self.table("routes"):
             takes_post = what.startswith(" POST: ")
             routes[path] = "POST, OPTIONS" if takes_post else "GET, HEAD, OPTIONS"
-        self.assertEqual(routes, {path: methods for path, (methods, _) in ms.ROUTES.items()})
+        web = ms.Web(with_rooms(make_core()))
+        self.assertEqual(routes, {path: route.methods for path, route in web.routes.items()})
 
     def test_fields(self):
         """Those of real answers are in the tables, and nothing else."""
