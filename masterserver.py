@@ -3354,6 +3354,10 @@ def is_ipv4(server):
     return server.responding and ":" not in server.address
 
 
+JSON_TYPE = "application/json; charset=utf-8"
+XML_TYPE = "application/xml; charset=utf-8"
+
+
 class Route(NamedTuple):
     """A path of the web server that answers with a list."""
 
@@ -3561,8 +3565,12 @@ class Game:
     contact: Optional[Contact] = None
     private: Mapping[str, Private] = {}
     routes: Mapping[str, Route] = {}            # by path; GET and HEAD
-    requests: Mapping[str, str] = {}            # the name of a method(request), by method and path
-    # What /servers.json has of private attributes, with the value for the servers of other games
+    # The name of a method by "GET" or "POST" and path. It gets the HttpRequest, and returns
+    # JSON or raises Malformed or Refused
+    requests: Mapping[str, str] = {}
+    body_bytes = HTTP_BODY_BYTES                # the longest body of a request
+    json_field = ""         # its servers POST /announce in a form, with JSON in this field
+    # The private attributes that /servers.json has, with their values for servers of other games
     json_fields: Mapping[str, Any] = {}
     ipv4_list = False                           # its players' list cannot hold IPv6 addresses
     announced_by_http = False                   # whether POST /announce takes its servers
@@ -3643,8 +3651,34 @@ class Game:
     def announced(self, source, port, fields, now):
         """Take a POST /announce for the server at `source` and `port`. Raise Refused.
 
-        `fields` has the attributes of Server that it announces."""
+        `fields` has the attributes of Server that it announces or, if there is a `json_field`, the
+        values of the JSON in it. In this case the result is an HttpAnswer, whose text the game
+        server logs."""
         raise NotImplementedError
+
+    def stopped(self, source, port, now):
+        """Remove the server at `source` and `port`, which signs off by HTTP.
+
+        Return whether this source has announced such a server."""
+        server = self.registry.get(self.game, self.rules.listed_address(source), port)
+        is_own = server is not None and server.source == source and not server.master
+        if is_own:
+            self.registry.remove_own(server)
+            self.registry.record_outcome(source, self.game, port, "stopped", now)
+        return is_own
+
+    # By HTTP
+
+    def repeated(self, server, fingerprint, now):
+        """Refresh a server that has sent a request with this fingerprint again, and return the
+        JSON of the answer. Return b"" if the request has to be read."""
+        return b""
+
+    def http_error(self, request, status, hint):
+        """Return the JSON of an error in answer to a request for a route of the room.
+
+        Return None if its clients read the same as all others."""
+        return None
 
     def list_own(self, source, port, fields, now, lifetime, address=""):
         """List or refresh a server that has proven its address, and record that for /check.
@@ -4191,6 +4225,15 @@ class PolledGame(Game):
         self.report(target, "listed" if is_answering else "announced", now)
         return target
 
+    def stopped(self, source, port, now):
+        target = self.poller.find(self, source, port)
+        if target is not None and target.why != NAMED:
+            self.poller.remove(target)
+        was_listed = super().stopped(source, port, now)
+        if target is not None and not was_listed:
+            self.registry.record_outcome(source, self.game, port, "stopped", now)
+        return was_listed or target is not None
+
     def check_newcomer(self, source, port, name, target):
         """Raise Refused if a game server that has announced itself may not be queried.
 
@@ -4584,7 +4627,7 @@ class Iceball(Game, UdpProtocol):
     ports = (Port("udp"),)
     contact = Contact("Iceball servers, in svsave/pub/server.json",
                       '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]')
-    routes = {"/master.json": Route("master.json", "application/json")}
+    routes = {"/master.json": Route("master.json", JSON_TYPE)}
     play_link = "iceball://%s"
     announced_over = "udp"
     fetched_over = "http"
@@ -4768,6 +4811,10 @@ class Iceball(Game, UdpProtocol):
         if server.official:             # the client takes any value of it for true
             fields["official"] = True
         return to_json(fields)
+
+    def http_error(self, request, status, hint):
+        """A player's client that is refused gets an empty list, as it cannot read anything else."""
+        return self.json_list([], request.now) if status in (403, 429) else None
 
     def json_list(self, entries, now):
         return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
@@ -5067,7 +5114,7 @@ class Hyperbol(PolledGame, TcpProtocol):
     contact = Contact("Hyperbol servers", ANNOUNCE_COMMAND)
     private = {"flavor": Private(HYPERBOL_UNOFFICIAL, json_number(0, 255))}
     json_fields = {"flavor": HYPERBOL_UNOFFICIAL}
-    routes = {"/servers.xml": Route("servers.xml", "text/xml; charset=utf-8", of_any_game=True)}
+    routes = {"/servers.xml": Route("servers.xml", XML_TYPE, of_any_game=True)}
     exported = "servers.xml"
     announced_by_http = True
     ipv4_list = True
@@ -6162,7 +6209,7 @@ def aio_frame_bytes(data):
 
 
 def aio_payload(frame, most_bytes):
-    """Return the payload of a frame. Raise Malformed if it cannot be decompressed to `most_bytes`."""
+    """Return the payload of a frame, decompressed to at most `most_bytes`. Raise Malformed."""
     head, payload = frame[:AIO_FRAME_HEAD_BYTES], frame[AIO_FRAME_HEAD_BYTES:]
     if head.endswith(b"\0"):
         return payload
@@ -6230,9 +6277,7 @@ class AioText:
         *texts, port = map(aio_unescape, fields or [b""])
         if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        name, description, *address = texts
-        session.claim_address(b"".join(address))
-        if session.publish_texts(name, description, int(port), now):
+        if session.publish_texts(texts, int(port), now):
             return b""
         return b"%SUCCESS#13#%"
 
@@ -6330,10 +6375,9 @@ class AioBinary:
     def answer(self, session, message, now):
         if message == self.ask:
             return session.rendered("binary", now)
-        name, description, address, port_bytes = message[1:].split(b"\0", 3)
+        *texts, port_bytes = message[1:].split(b"\0", 3)
         port, _ = read_aio_integer(port_bytes)
-        session.claim_address(address)
-        session.publish_texts(name, description, port, now)
+        session.publish_texts(texts, port, now)
         return b""
 
     @staticmethod
@@ -6410,16 +6454,16 @@ class AioFramed:
         return aio_frame(AIO_LIST + struct.pack("<H", len(entries)) + b"".join(entries))
 
     def fetch(self):
-        begin = len(AIO_CONNECTED)
+        begin = len(AIO_CONNECTED)      # the greeting
 
-        def is_complete(data):
+        def list_end(data):
             size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return size is not None and len(data) >= begin + size
+            return begin + size if size and len(data) >= begin + size else None
 
-        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
-        if not is_complete(data):
+        data = yield from received_until(list_end, aio_frame(AIO_LIST))
+        if list_end(data) is None:
             raise Malformed("no list came before the end")
-        payload = aio_payload(data[begin:], LIST_BYTES)
+        payload = aio_payload(data[begin:list_end(data)], LIST_BYTES)
         if payload[:1] != AIO_LIST:
             raise Malformed("type: not a list")
         servers = []
@@ -6554,10 +6598,12 @@ class AioSession(MessageSession):
             if self.registry.get(*self.listed_at(port)) is None:
                 self.publish(port, fields, now)
 
-    def publish_texts(self, name, description, port, now):
-        """Publish a server by its name and description, in bytes. As in publish().
+    def publish_texts(self, texts, port, now):
+        """Publish a server by its name, description and perhaps address, in bytes. As in publish().
 
         A name may end with the number of players. This game's own lists show it with them."""
+        name, description, *address = texts
+        self.claim_address(b"".join(address))
         published_name = decode_legacy(name)
         counter = AIO_COUNTER.search(published_name)
         players, max_players = map(int, counter.groups()) if counter else (0, 0)
@@ -7351,10 +7397,6 @@ LUANTI_GOODBYE = Form("<4s 2s 3s", "id peer kind", id=LUANTI_ID, kind=b"\0\0\3")
 LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
-def read_luanti_text(text):
-    return clean(text, TEXT_CHARACTERS)
-
-
 def read_luanti_address(text):
     """Return the announced address for players to connect to, if it is a possible address.
 
@@ -7397,7 +7439,7 @@ def luanti_number_reader(high, kind=int):
     return read
 
 
-LUANTI_TEXT = read_luanti_text, "a text"
+LUANTI_TEXT = functools.partial(clean, max_characters=TEXT_CHARACTERS), "a text"
 LUANTI_WORD = clean, "a text"
 LUANTI_NAMES = read_luanti_names, "a list of texts"
 LUANTI_FLAG = read_flag, "true or false"
@@ -7535,8 +7577,9 @@ class Luanti(PolledGame):
     contact = Contact("Luanti servers, in minetest.conf",
                       "server_announce = true, and serverlist_url = http://%(page)s")
     private = {"luanti_announcement": Private(NO_DETAILS, read_luanti_fields)}
-    routes = {"/list": Route("list", "application/json; charset=utf-8")}
+    routes = {"/list": Route("list", JSON_TYPE)}
     requests = {"GET /geoip": "geoip"}
+    json_field = "json"
     announced_by_http = True
     announced_over = ""
     fetched_over = "http"
@@ -7565,7 +7608,10 @@ class Luanti(PolledGame):
         server. An update omits some fields, whose values stay as they are. The game server writes
         the text of the answer into its log. So if its last announcement failed, the answer says
         why."""
-        # The web server has handled a "delete" already
+        if fields.get("action") == "delete":
+            self.forget_waiting(source, port)
+            self.stopped(source, port, now)
+            return HttpAnswer(200, b"Removed from the list.\n")
         if fields.get("action") not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
@@ -7586,8 +7632,9 @@ class Luanti(PolledGame):
         else:
             self.query_announced(source, port, announcement, now)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
-            return HttpAnswer(409, b"Request has been filed. So far it was not listed: %s. The "
-                                   b"page /check tells what to do.\n" % last_outcome.detail.encode())
+            text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
+                    "what to do.\n" % last_outcome.detail)
+            return HttpAnswer(409, text.encode())
         return HttpAnswer(202, b"Request has been filed.\n")
 
     @staticmethod
@@ -7993,8 +8040,9 @@ class Ddnet(Game):
     # list. That of other masters' servers is empty
     private = {"ddnet_registration": Private(None, read_ddnet_registration),
                "ddnet_addresses": Private(NO_DETAILS)}
-    routes = {DDNET_SERVERS: Route("servers.json", "application/json; charset=utf-8")}
+    routes = {DDNET_SERVERS: Route("servers.json", JSON_TYPE)}
     requests = {"POST " + DDNET_REGISTER: "register"}
+    body_bytes = DDNET_INFO_BYTES
     announced_over = ""
     fetched_over = "http"
 
@@ -8266,6 +8314,11 @@ class Ddnet(Game):
                 address.heard_at = server.last_seen = now
                 return DDNET_SUCCESS
         return b""
+
+    def http_error(self, request, status, hint):
+        if request.route == DDNET_REGISTER:
+            return to_json({"status": "error", "message": hint})
+        return None
 
     # The list and the pages
 
@@ -9961,10 +10014,8 @@ def chart_paths(bars, width, top):
 # To search this many servers takes about 4 ms, and costs the client as much as one request
 SEARCH_SERVERS = 1000
 
-JSON_TYPE = "application/json; charset=utf-8"
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
-XML_TYPE = "application/xml; charset=utf-8"
 
 NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
@@ -9982,16 +10033,6 @@ BANNER_FIELDS = {
     "Cache-Control": "public, max-age=60",
     "Vary": "Accept-Encoding",
 }
-
-
-DDNET_REQUEST_START = b"POST %s " % DDNET_REGISTER.encode()
-# A registration takes so many tokens of [limits] datagrams. By default 200 may come at once: enough
-# for 32 servers that start together, each with four addresses
-DDNET_REGISTRATION_TOKENS = 2
-# The longest bodies, by route, where they are not HTTP_BODY_BYTES
-BODY_BYTES = {DDNET_REGISTER: DDNET_INFO_BYTES}
-# The generation of a list that is kept until the next tick, whether servers change or not
-NO_GENERATION = -1
 
 
 class HttpError(Exception):
@@ -10058,8 +10099,10 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
     page           the path without its query
     route          the path of a route, "other" for a path that has no route, "none" before parse()
+    fingerprint    of the request, if it may be recognized when it comes again; None with a body
     body_bytes     the length of the body
     announced      the game and the port that the request announces, for the record of a refusal
+    form           what Web.form_of_room() has returned for an announcement
     disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
 
     protocol_version = "HTTP/1.1"
@@ -10072,10 +10115,12 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
     body = b""
     body_bytes = 0
     announced = "announce", 0
+    form: Any = None
     disk_result: Any = None
 
-    def __init__(self, head):
+    def __init__(self, head, routes):
         self.head = head        # the request line, the header lines, the empty line after them
+        self.routes = routes    # those of Web
         self.close_connection = True
 
     def parse(self):
@@ -10102,7 +10147,7 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         path = re.sub("^https?://[^/?]*", "", self.path)
         page, _, self.query_text = path.partition("?")
         self.page = page or "/"
-        self.route = self.page if self.page in ROUTES else "other"
+        self.route = self.page if self.page in self.routes else "other"
         self.read_length()
 
     def read_length(self):
@@ -10117,7 +10162,8 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
         self.body_bytes = int(text or 0)
-        max_bytes = BODY_BYTES.get(self.route, HTTP_BODY_BYTES)
+        route = self.routes.get(self.route)
+        max_bytes = route.room.body_bytes if route and route.room else HTTP_BODY_BYTES
         if self.body_bytes > max_bytes:
             raise HttpError(413, "At most %d bytes are accepted." % max_bytes)
 
@@ -10138,17 +10184,21 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             values[name] = value
         return values
 
-    @functools.cached_property
-    def luanti_json(self):
-        """The JSON in the form that a Luanti game server posts; b"" if the body is not such a form.
+    @property
+    def fingerprint(self):
+        if self.body or self.close_connection:
+            return None
+        return hash((self.head, self.peer_address))
 
-        The form has one field, `json`, and is urlencoded or multipart/form-data (RFC 7578). This
-        property must not be read before the body is complete."""
-        urlencoded_start, multipart_start = b"json=", b'name="json"'
+    def form_json(self, field):
+        """Return the JSON in a form that has this one field; b"" if the body is not such a form.
+
+        The form is urlencoded or multipart/form-data (RFC 7578)."""
+        urlencoded_start = field.encode() + b"="
         if self.body.startswith(urlencoded_start):
             value = self.body[len(urlencoded_start):]
             return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
-        _, _, part = self.body.partition(multipart_start)
+        _, _, part = self.body.partition(b'name="%s"' % field.encode())
         _, _, content = part.partition(b"\r\n\r\n")
         value, _, _ = content.partition(b"\r\n--")
         return value
@@ -10234,10 +10284,9 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return answer
-            if data.startswith(DDNET_REQUEST_START):
-                body = web.answer_repeated(data, self.address, now)
-                if body:
-                    return self.answer_repetition(body, now)
+            repeated = data.startswith(b"POST ") and self.answer_repetition(data, now)
+            if repeated:
+                return repeated
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -10273,7 +10322,7 @@ class HttpSession(Session):
                 raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
             if match is None:
                 return False
-            request = self.request = HttpRequest(self.buffer[:head_bytes])
+            request = self.request = HttpRequest(self.buffer[:head_bytes], self.web.routes)
             self.buffer = self.buffer[head_bytes:]
             try:
                 request.parse()
@@ -10318,27 +10367,36 @@ class HttpSession(Session):
         self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
         return data
 
-    def answer_repetition(self, body, now):
-        """Return the response, with this body, to a DDNet server that repeats its registration.
+    def answer_repetition(self, data, now):
+        """Return the response to a request in which a listed server only repeats itself, or b"".
 
-        Like game servers that repeat themselves by UDP, these are not limited."""
+        Like game servers that repeat themselves by UDP, these are not limited. The request is not
+        parsed: with 20,000 servers that would take most of the time."""
+        web = self.web
+        fingerprint = hash((data, self.address))
+        server = web.registry.by_fingerprint.get(fingerprint)
+        room = server and web.rooms.get(server.room)
+        body = room.repeated(server, fingerprint, now) if room else b""
+        if not body:
+            return b""
         self.deadline = now + HTTP_IDLE_S
-        self.web.request_counts[DDNET_REGISTER, 200] += 1
+        _, path, _ = data.decode("latin-1").split(" ", 2)
+        web.request_counts[path, 200] += 1
         # No request has this key, because it is not bytes
-        if DDNET_REGISTER not in self.cache:
-            request = HttpRequest(DDNET_REQUEST_START)      # respond() needs no more of it
+        if path not in self.cache:
+            request = HttpRequest(b"", web.routes)          # respond() needs no more of it
             request.close_connection = False
             _, head, body = request.respond(
-                HttpResponse(body, JSON_TYPE), self.web.scheme_fields[self.scheme])
-            self.cache[DDNET_REGISTER] = head + body
-        return self.cache[DDNET_REGISTER]
+                HttpResponse(body, JSON_TYPE), web.scheme_fields[self.scheme])
+            self.cache[path] = head + body
+        return self.cache[path]
 
     def refuse(self, error, now):
         """Return the bytes of the response that tells the client of an HttpError.
 
         If the error came before a head was complete, the whole buffer counts as the request."""
         if self.request is None:
-            self.request = HttpRequest(self.buffer)
+            self.request = HttpRequest(self.buffer, self.web.routes)
         return self.finish_request(self.web.error_response(self.request, error), now)
 
     def resume(self, result, now):
@@ -10393,13 +10451,25 @@ class Web(TcpProtocol):
         # long body; whether the connection ends; the key in request_counts
         self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
         self.cache_bytes = 0            # the size of both together, without the long bodies
-        # Whole lists by (route, game): the response, the generation that it shows, and the tick
-        # after which it was rendered
-        self.lists: Dict[Any, Tuple[HttpResponse, int, int]] = {}
-        self.ticks = 0
+        # The responses with whole lists: those that show times, by (route, game), until the next
+        # tick; and those of the rooms by route, as long as a room returns the same body
+        self.lists: Dict[Tuple[str, str], HttpResponse] = {}
+        self.room_lists: Dict[str, HttpResponse] = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
+        self.rooms = core.rooms
+        self.routes = dict(ROUTES)
+        self.private_fields = {}
+        for room in core.rooms.values():
+            self.private_fields.update(room.json_fields)
+            for path, route in room.routes.items():
+                self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
+            for request, name in room.requests.items():
+                method, path = request.split()
+                methods = POST if method == "POST" else GET
+                self.routes[path] = WebRoute(
+                    methods, functools.partial(ask_room, room, getattr(room, name)), room)
         self.read(core.settings)
 
     def session(self, address, now):
@@ -10413,17 +10483,23 @@ class Web(TcpProtocol):
         error = HttpError(400, "This port speaks HTTPS; write https://.")
         return RefusedConnection(self, address, now, error)
 
-    def serves(self, server):
-        """Is the server's game one of the operator's own? All other games have protocols."""
-        return server.game in self.settings["games"]
-
     def read(self, settings):
         """Read the trusted proxies and the look of the pages from the settings.
 
         All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
-        titles = collections.ChainMap(
-            {**GAME_TITLES, **settings["games"]}, self.registry.titles)
+        titles = {}
+        for room in self.rooms.values():
+            titles[room.game] = room.title
+            titles.update(room.titles)
+        titles = collections.ChainMap({**titles, **settings["games"]}, self.registry.titles)
+        # The games whose servers announce themselves by HTTP, by their ids
+        self.announced = {}
+        for room in self.rooms.values():
+            if room.announced_by_http and room.is_on(settings):
+                self.announced[room.game] = room
+        for game in settings["games"]:
+            self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"],
@@ -10439,13 +10515,9 @@ class Web(TcpProtocol):
     def tick(self, now):
         """Drop what is cached once a second, because servers have changed and so have ages.
 
-        A list that shows no ages is kept until a server changes. If the hourly player counts have
-        changed, the rows with their sparklines are rendered again too."""
-        self.ticks += 1
-        self.empty_caches()
-        for key, (_, generation, _) in list(self.lists.items()):
-            if generation != self.registry.generation:
-                del self.lists[key]
+        If the hourly player counts have changed, the rows with their sparklines are rendered again
+        too."""
+        self.forget_responses()
         hourly_players = self.core.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
@@ -10460,18 +10532,6 @@ class Web(TcpProtocol):
         for cache in self.caches.values():
             cache.clear()
         self.cache_bytes = 0
-
-    def answer_repeated(self, data, peer_address, now):
-        """Refresh the DDNet server that has sent the same request before, and return the body of
-        the answer. Return b"" if none has.
-
-        `peer_address` is that of the other end of the connection. The request is not parsed: with
-        20,000 servers that would take most of the time."""
-        fingerprint = hash((data, peer_address))
-        server = self.registry.by_fingerprint.get(fingerprint)
-        if server is None or server.room != "ddnet":
-            return b""
-        return self.core.rooms["ddnet"].repeated(server, fingerprint, now)
 
     def client_address(self, peer_address, forwarded_for):
         """Return the IP address of the client that has sent a request.
@@ -10499,24 +10559,24 @@ class Web(TcpProtocol):
         Raise DiskNeeded if the disk has to be read first."""
         if request.disk_result is None:         # otherwise the request has been charged before
             self.charge(request, 1)
-        route = ROUTES.get(request.route)
+        route = self.routes.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
-        methods, route_function = route
+        methods = route.methods
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
         if request.command not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
         if request.command == "OPTIONS":
             return HttpResponse(b"", fields=fields)
         try:
-            return route_function(self, request)
+            return route.respond(self, request)
         except Malformed as error:
             refused = Refused("bad packet", str(error))
         except Refused as error:
             refused = error
         game, port = request.announced
-        self.registry.record_outcome(request.address, game, port, refused.outcome, request.now,
-                                     str(refused))
+        self.registry.record_outcome(request.address, game, refused.port or port,
+                                     refused.outcome, request.now, str(refused))
         status = {"bad packet": 400, "limit": 429, "busy": 429}.get(refused.outcome, 403)
         raise HttpError(status, str(refused))
 
@@ -10527,12 +10587,14 @@ class Web(TcpProtocol):
         gets this far only through a proxy: its own connections are not accepted.)"""
         address = request.address
         limiter = self.rules.request_limiter
-        if request.route == DDNET_REGISTER:
+        route = self.routes.get(request.route)
+        if route and route.room and route.methods == POST:
             # The game servers of one machine may register in the same second, as others announce
-            # themselves by UDP
+            # themselves by UDP. By default 200 tokens are taken at once: enough for 32 servers that
+            # start together, each with four addresses, at two tokens a registration
             limiter = self.rules.message_limiter
             _, at_once = self.settings["limits.datagrams"]
-            tokens = min(DDNET_REGISTRATION_TOKENS, at_once)
+            tokens = min(2, at_once)
         if limiter.allow(address, request.now, tokens):
             return
         if self.rules.verdict(address) == BLOCKED:
@@ -10543,42 +10605,48 @@ class Web(TcpProtocol):
     def error_response(self, request, error):
         """Return the response to a request that has failed with an HttpError.
 
-        The error is sent in the format that the client reads: JSON to those that announce by HTTP,
-        an empty list to Iceball clients that are refused, a page to browsers, text to all others.
-        """
+        The error is sent in the format that the client reads: what the room says to its clients,
+        JSON to those that announce by HTTP, a page to browsers, text to all others."""
         status = error.status
         hint = str(error)
         reason = http.client.responses[status]
+        route = self.routes.get(request.route)
+        body = None
         media_type = JSON_TYPE
-        if request.route == DDNET_REGISTER:
-            body = to_json({"status": "error", "message": hint})
-        elif request.route == "/announce" and not request.luanti_json:
+        if route and route.room:
+            body = route.room.http_error(request, status, hint)
+        elif request.route == "/announce" and not request.form:
             body = to_json({"listed": False, "reason": hint})
-        elif request.route == "/master.json" and status in (403, 429):
-            body = iceball_list(self, [])
-        elif "text/html" in request.header("Accept"):
+        if body is None and "text/html" in request.header("Accept"):
             body = render_error_page(self.look, status, reason, hint)
             media_type = HTML_TYPE
-        else:
+        elif body is None:
             body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
             media_type = TEXT_TYPE
         return HttpResponse(body, media_type, status, error.fields)
 
-    def list_response(self, request, list_filter, media_type, render, has_times=True):
+    def form_of_room(self, request):
+        """Return the room whose game servers announce themselves by such a form, and the JSON in
+        it; None for any other announcement."""
+        for room in self.rooms.values():
+            json_text = room.json_field and request.form_json(room.json_field)
+            if json_text:
+                return room, json_text
+        return None
+
+    def list_response(self, request, list_filter, media_type, render):
         """Return the response with the servers that pass a ListFilter.
 
         `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
-        The whole list, or the whole list of a known game, is kept until a server changes, or until
-        the next tick if it has times in it. The result of a search serves one client only, so the
-        client is charged for each server that is searched."""
+        The whole list, or the whole list of a known game, is cached until the next tick. The
+        result of a search serves one client only, so the client is charged for each server that is
+        searched."""
         registry = self.registry
         game = list_filter.game
         is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
         key = request.route, game
         if is_whole and key in self.lists:
-            response, generation, tick = self.lists[key]
-            if tick == self.ticks or generation == registry.generation:
-                return response
+            return self.lists[key]
         if is_whole:
             servers = registry.servers(game)
         else:
@@ -10589,8 +10657,7 @@ class Web(TcpProtocol):
         body = render(servers, request.now + self.epoch)
         response = HttpResponse(body, media_type, is_public=True)
         if is_whole:
-            generation = NO_GENERATION if has_times else registry.generation
-            self.lists[key] = response, generation, self.ticks
+            self.lists[key] = response
         return response
 
 
@@ -10718,45 +10785,25 @@ def from_disk(request, job):
 
 # --- Lists ---------------------------------------------------------------------------------------
 
-# The keys of an entry in /master.json, as in both Iceball documents, with the attributes of Server
-# that are their values. Each value is text or a number. An unofficial server has no key `official`,
-# because the client takes any value of it for true
-ICEBALL_FIELDS = {
-    "name": "name",
-    "address": "address",
-    "port": "port",
-    "players_current": "players",
-    "players_max": "max_players",
-    "mode": "mode",
-    "map": "map",
-    "version": "version",
-    "basedir": "mode",
-}
+def get_list(room, route, web, request):
+    """Return a list of a room. The query of a list of any game is a ListFilter.
 
+    Some clients read in Last-Modified how old a list is."""
+    if route.of_any_game:
+        chosen = room.lists()[route.list]
 
-def iceball_json(server):
-    """Return a server's entry in /master.json, as JSON."""
-    fields = {}
-    for key, attribute in ICEBALL_FIELDS.items():
-        fields[key] = getattr(server, attribute)
-    if server.official:
-        fields["official"] = True
-    return to_json(fields)
+        def render(servers, wall):
+            return chosen.render(web.registry.for_clients(servers), wall - web.epoch)
 
-
-def iceball_list(web, servers):
-    """Return the body of /master.json with these servers, as JSON."""
-    entries = cached_entries(servers, "master.json", iceball_json)
-    return b'{"version":%d,"iceball_version":%d,"servers":[%s]}' % (
-        ICEBALL_HBVERSION, web.settings["iceball.version"], b",\n".join(entries))
-
-
-def get_master_json(web, request):
-    """Return the response with Iceball's list, in the format that the game reads."""
-    def render(servers, wall):
-        return iceball_list(web, web.registry.for_clients(servers))
-
-    return web.list_response(request, ListFilter("iceball"), JSON_TYPE, render, has_times=False)
+        list_filter = query_filter(web, request, room.game)
+        return web.list_response(request, list_filter, route.media_type, render)
+    body = room.rendered(route.list, request.now)
+    response = web.room_lists.get(request.route)
+    if response is None or response.body is not body:
+        response = HttpResponse(body, route.media_type, is_public=True)
+        web.room_lists[request.route] = response
+    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
+    return response
 
 
 JSON_FIELDS = (
@@ -10764,10 +10811,11 @@ JSON_FIELDS = (
     "priority verified responding found_at country").split()
 
 
-def server_json(server):
+def server_json(server, private_fields):
     """Return the beginning of a server's entry in /servers.json, as JSON without its last brace.
 
-    It is cached until the server changes. Its times change more often, so with_times() adds them
+    `private_fields` are those that rooms add: the values for servers of other games, by name. The
+    entry is cached until the server changes. Its times change more often, so with_times() adds them
     later."""
     fields = {}
     for name in JSON_FIELDS:
@@ -10776,6 +10824,8 @@ def server_json(server):
     fields["ping_ms"] = None
     if server.ping_ms is not None:
         fields["ping_ms"] = round(server.ping_ms, 1)
+    for name, value in private_fields.items():
+        fields[name] = server.private.get(name, value)
     for name in ("arenas", "factions", "skill", "flags"):
         fields[name] = server.details.get(name, "")
     for room in ROOMS.values():
@@ -10797,9 +10847,12 @@ def with_times(entry, server, epoch, own_master):
 
 def get_servers_json(web, request):
     """Return all fields of the listed servers. The query is a ListFilter."""
+    def render_beginning(server):
+        return server_json(server, web.private_fields)
+
     def render(servers, wall):
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", render_beginning)):
             entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -10807,67 +10860,6 @@ def get_servers_json(web, request):
     return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
 
-# The elements of the list, as the script in Hyperbol's document writes them
-XML_SERVER = """\
-<server ip="%(address)s" port="%(port)s" responding="1" servername="%(name)s" gametype="%(mode)s" \
-playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
-skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
-"""
-XML_SILENT_SERVER = """\
-<server ip="%(address)s" port="%(port)s" responding="0"/>
-"""
-
-
-def server_xml(server):
-    """Return a server's element in /servers.xml, as UTF-8 bytes. Exported files have it too."""
-    values = {}
-    for name in "address port name mode players max_players map version flavor".split():
-        values[name] = html.escape(str(getattr(server, name)))
-    skill = server.details.get("skill", "0")
-    values["skill"] = html.escape(skill)
-    values["ping"] = str(round(server.ping_ms or 0))
-    template = XML_SERVER if server.responding else XML_SILENT_SERVER
-    return (template % values).encode()
-
-
-def servers_xml(elements, wall):
-    """Return the XML document with these elements, each from server_xml().
-
-    `wall` is the present time in seconds since 1970. The document has it as local time and as
-    UTC."""
-    rendered_at = utc_datetime(wall).replace(microsecond=0)
-    head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n' % (
-        rendered_at.astimezone().isoformat(), rendered_at.isoformat())
-    return head.encode() + b"".join(elements) + b"</serverlist>\n"
-
-
-def get_servers_xml(web, request):
-    """Return the list of a game in XML, by default Hyperbol's. The query is a ListFilter."""
-    def render(servers, wall):
-        for_clients = web.registry.for_clients(servers)
-        elements = cached_entries(for_clients, "servers.xml", server_xml)
-        return servers_xml(elements, wall)
-
-    return web.list_response(request, query_filter(web, request, "hyperbol"), XML_TYPE, render)
-
-
-def get_list(web, request):
-    """Return the response with Luanti's list."""
-    room = web.core.rooms.get("luanti")
-    if room is None:
-        raise HttpError(404, "Luanti servers are not listed here.")
-    return HttpResponse(room.rendered("list", request.now), JSON_TYPE, is_public=True)
-
-
-def get_ddnet_servers(web, request):
-    """Return the response with DDNet's list. Its clients read in Last-Modified how old it is."""
-    ddnet = web.core.rooms.get("ddnet")
-    if ddnet is None or not ddnet.is_on(web.settings):
-        raise HttpError(404, "DDNet servers are not listed here.")
-    body = ddnet.rendered("servers.json", request.now)
-    response = HttpResponse(body, JSON_TYPE, is_public=True)
-    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
-    return response
 
 
 # --- Pages ---------------------------------------------------------------------------------------
@@ -11089,44 +11081,76 @@ ANNOUNCED_FIELDS = {
 }
 
 
+class OwnGame(Game):
+    """A game of the operator's own, in [games]: it has no protocol.
+
+    Its servers announce themselves by POST /announce, and are listed at once."""
+
+    def __init__(self, master, game):
+        self.game = game
+        super().__init__(master)
+
+    def announced(self, source, port, fields, now):
+        address = self.rules.listed_address(source)
+        server = self.registry.get(self.game, address, port)
+        if not server or "name" in fields:
+            fields["name"] = fields.get("name") or endpoint_text(address, port)
+        key = self.game, address, port
+        self.registry.list_or_refresh(key, source, now, ANNOUNCED_TTL_S, fields)
+        if not server:
+            self.registry.record_outcome(source, self.game, port, "listed", now)
+
+
 def post_announce(web, request):
     """Handle an announcement by HTTP and return the response. Raise HttpError or Refused.
 
     The announced server has the address from which the request came. If the master can query
     servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
+    source, now = request.address, request.now
+    request.form = web.form_of_room(request)
+    if request.form:
+        room, json_text = request.form
+        values = json_values(json_text)
+        request.announced = announced_game(web, room.game), 0
+        port = announced_value("port", values.get("port"))
+        request.announced = room.game, port
+        answer = room.announced(source, port, values, now)
+        return HttpResponse(answer.body, TEXT_TYPE, answer.status)
     values = announced_values(request)
-    game = announced_game(web, "luanti" if request.luanti_json else values.get("game", ""))
+    game = announced_game(web, values.get("game", ""))
     request.announced = game, 0
     port = announced_value("port", values.get("port"))
     request.announced = game, port
-    if request.luanti_json:
-        return announce_luanti(web, request, port, values)
     fields = {}
     for name in ANNOUNCED_FIELDS:
         if name in values and name not in ("game", "port"):
             fields[name] = announced_value(name, values[name])
     action = fields.pop("action", "")
+    room = web.announced[game]
     if action == "stop":
-        return stop_announced(web, request, game, port)
+        if not room.stopped(source, port, now):
+            raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
+                source, port, game))
+        return announce_response("stopped")
     if action not in ("", "announce"):
         raise Refused("bad packet", "action: expected stop, or nothing")
-    registry, source = web.registry, request.address
-    address = web.rules.listed_address(source)
-    server = registry.get(game, address, port)
-    room = web.core.rooms.get(game)
-    if room:
-        room.announced(source, port, fields, request.now)
-        if server and server.responding:
-            return announce_response()
-        return announce_response("waiting for its answer to a query on UDP port %d; the page "
-                                 "/check tells what came of it" % (port + room.offset))
-    if not server or "name" in fields:
-        fields["name"] = fields.get("name") or endpoint_text(address, port)
-    registry.list_or_refresh((game, address, port), source, request.now, ANNOUNCED_TTL_S, fields)
-    if not server:
-        registry.record_outcome(source, game, port, "listed", request.now)
-    return announce_response()
+    room.announced(source, port, fields, now)
+    server = web.registry.get(game, web.rules.listed_address(source), port)
+    if server and server.responding:
+        return announce_response()
+    return announce_response("waiting for its answer to a query on UDP port %d; the page /check "
+                             "tells what came of it" % (port + room.offset))
+
+
+def ask_room(room, answer_request, web, request):
+    """Answer a POST of a game server, or another request for which the room has a method."""
+    if request.command == "POST":
+        check_no_web_page(request)
+    if not room.is_on(web.settings):
+        raise HttpError(404, "%s servers are not listed here." % room.title)
+    request.announced = room.game, 0
+    return HttpResponse(answer_request(request), JSON_TYPE)
 
 
 def check_no_web_page(request):
@@ -11142,36 +11166,40 @@ def check_no_web_page(request):
 def announced_values(request):
     """Return the values of an announcement by name, unchecked, from a form or a JSON object.
 
-    Members of JSON that are null are left out. Raise HttpError if the body has another media type,
-    and Refused if it is malformed or has too many fields."""
-    body = request.luanti_json or request.body
+    Raise HttpError if the body has another media type, and Refused if it is malformed."""
     content_type, _, _ = (request.header("Content-Type") or FORM_TYPE).partition(";")
     media_type = content_type.strip().lower()
     # `curl -d` declares a form even if it sends a JSON object
-    if request.luanti_json or media_type == "application/json" or body.startswith(b"{"):
-        try:
-            members = read_json_object(body)
-        except Malformed as error:
-            reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
-            raise Refused("bad packet", reason) from None
-        values = {name: value for name, value in members.items() if value is not None}
-        count = len(members)
-    elif media_type == FORM_TYPE:
-        pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-        values = form_values(pairs)
-        count = len(pairs)
-    else:
-        raise HttpError(415, "Expected %s or application/json, not %s." % (
-            FORM_TYPE, ascii(media_type[:100])))
+    if media_type == "application/json" or request.body.startswith(b"{"):
+        return json_values(request.body)
+    if media_type == FORM_TYPE:
+        return form_values(request.body)
+    raise HttpError(415, "Expected %s or application/json, not %s." % (
+        FORM_TYPE, ascii(media_type[:100])))
+
+
+def json_values(body):
+    """Return the members of a JSON object that are not null. Raise Refused."""
+    try:
+        members = read_json_object(body)
+    except Malformed as error:
+        reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
+        raise Refused("bad packet", reason) from None
+    check_field_count(len(members))
+    return {name: value for name, value in members.items() if value is not None}
+
+
+def check_field_count(count):
     if count > ANNOUNCED_FIELDS_MAX:
         raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
-    return values
 
 
-def form_values(pairs):
-    """Return the values in the pairs of an urlencoded form, by the names in ANNOUNCED_FIELDS.
+def form_values(body):
+    """Return the values of an urlencoded form, by the names in ANNOUNCED_FIELDS. Raise Refused.
 
     If a name occurs twice, its last value counts."""
+    pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
+    check_field_count(len(pairs))
     # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and each
     # may be written as three, such as %F0. A character of a field's name takes three
     value_bytes = 12 * TEXT_CHARACTERS
@@ -11207,37 +11235,13 @@ def announced_game(web, value):
     Raise Refused if the game cannot be announced by HTTP here. The reason names the games that can,
     and says how the operator can add one."""
     game = announced_value("game", value)
-    games = [room.game for room in web.core.rooms.values()
-             if room.announced_by_http and room.is_on(web.settings)]
-    games += web.settings["games"]
-    if game in games:
+    if game in web.announced:
         return game
-    reason = "game: expected one of %s, not %s" % (", ".join(games), ascii(game))
-    if re.fullmatch("[a-z0-9_-]{1,32}", game) and game not in GAME_TITLES:
+    reason = "game: expected one of %s, not %s" % (", ".join(web.announced), ascii(game))
+    if re.fullmatch("[a-z0-9_-]{1,32}", game) and game not in web.look.games:
         reason += ("; the operator of this master can allow it with a line `%s = %s` under [games]"
                    % (game, game.capitalize()))
     raise Refused("bad packet", reason)
-
-
-def stop_announced(web, request, game, port):
-    """Remove a server that signs off, and return the response.
-
-    Only the address that has announced a server can sign it off. Raise HttpError if that address
-    has not announced this server. Luanti is different: the official list does not treat that as an
-    error."""
-    registry = web.registry
-    source = request.address
-    server = registry.get(game, web.rules.listed_address(source), port)
-    target = web.core.poller.targets.get((game, source, port))
-    web.core.poller.remove(target)
-    is_own_server = server and server.source == source and not server.master
-    if is_own_server:
-        registry.remove_own(server)
-    elif target is None and game != "luanti":
-        raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
-            source, port, game))
-    registry.record_outcome(source, game, port, "stopped", request.now)
-    return announce_response("stopped")
 
 
 def announce_response(reason=""):
@@ -11246,37 +11250,6 @@ def announce_response(reason=""):
     if reason:
         result["reason"] = reason
     return HttpResponse(to_json(result), JSON_TYPE)
-
-
-def announce_luanti(web, request, port, values):
-    """Handle the announcement of a Luanti game server, and return the response. Raise Refused."""
-    luanti = web.core.rooms["luanti"]
-    if values.get("action") == "delete":
-        luanti.forget_waiting(request.address, port)
-        stop_announced(web, request, "luanti", port)
-        return HttpResponse(b"Removed from the list.\n")
-    status, text = luanti.announced(request.address, port, values, request.now)
-    return HttpResponse(text, status=status)
-
-
-def get_geoip(web, request):
-    room = web.core.rooms.get("luanti")
-    if room is None:
-        raise HttpError(404, "Luanti servers are not listed here.")
-    return HttpResponse(room.geoip(request), JSON_TYPE)
-
-
-# --- Registrations of DDNet servers --------------------------------------------------------------
-
-def post_ddnet_register(web, request):
-    """Handle a registration of a DDNet server, and return the response. Raise HttpError, Malformed
-    or Refused; the game server writes the reason into its log."""
-    check_no_web_page(request)
-    ddnet = web.core.rooms.get("ddnet")
-    if ddnet is None or not ddnet.is_on(web.settings):
-        raise HttpError(404, "DDNet servers are not listed here.")
-    request.announced = "ddnet", 0
-    return HttpResponse(ddnet.register(request), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -11362,9 +11335,6 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
-IPV4_LISTS = "subspace", "hyperbol"     # the lists of these games cannot hold IPv6 addresses
-
-
 def get_check(web, request):
     """Return the response with the page that says what became of an address's packets.
 
@@ -11393,7 +11363,8 @@ def current_outcomes(web, request, address, listed):
     outcomes = []
     for server in listed:
         if server.responding:
-            outcomes.append((listed_outcome(server), server.found_at))
+            room = web.rooms.get(server.room)
+            outcomes.append((listed_outcome(server, room), server.found_at))
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
     if ban_reason:
         outcomes.append(("banned", ban_reason))
@@ -11403,15 +11374,15 @@ def current_outcomes(web, request, address, listed):
     return list(dict.fromkeys(outcomes))
 
 
-def listed_outcome(server):
-    """Return the key in OUTCOMES that says how a listed server stands."""
+def listed_outcome(server, room):
+    """Return the key in OUTCOMES that says how a listed server of this room stands."""
     if not server.confirmed:
         return "unconfirmed"
     if server.found_at:
         return "found"
     if server.address in LOCAL_NETWORKS:
         return "private"
-    if ":" in server.address and server.game in IPV4_LISTS:
+    if ":" in server.address and room and room.ipv4_list:
         return "ipv6"
     return "listed"
 
@@ -11570,31 +11541,35 @@ def text_route(text, media_type, setting=""):
     return get_text
 
 
+class WebRoute(NamedTuple):
+    """A path of the web server."""
+
+    methods: str                        # GET or POST
+    respond: Callable[[Any, Any], Any]  # (web, request) -> the HttpResponse
+    room: Any = None                    # whose list or request it is
+
+
+# The methods of a route, as in the header field Allow
 GET = "GET, HEAD, OPTIONS"
 POST = "POST, OPTIONS"
-# The methods of each route, as in the header field Allow, and its function
+# The routes that are not a room's
 ROUTES = {
-    "/": (GET, get_page),
-    "/index.html": (GET, get_page),
-    "/server": (GET, get_server),
-    "/banner.svg": (GET, get_banner),
-    "/check": (GET, get_check),
-    "/style.css": (GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
-    "/app.js": (GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
-    "/icon.svg": (GET, text_route(ICON_SVG, "image/svg+xml")),
-    "/robots.txt": (GET, text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n",
-                                    TEXT_TYPE)),
-    "/master.json": (GET, get_master_json),
-    "/servers.json": (GET, get_servers_json),
-    "/history.json": (GET, get_history_json),
-    "/metrics": (GET, get_metrics),
-    "/healthz": (GET, get_healthz),
-    "/servers.xml": (GET, get_servers_xml),
-    "/announce": (POST, post_announce),
-    "/list": (GET, get_list),
-    DDNET_REGISTER: (POST, post_ddnet_register),
-    DDNET_SERVERS: (GET, get_ddnet_servers),
-    "/geoip": (GET, get_geoip),
+    "/": WebRoute(GET, get_page),
+    "/index.html": WebRoute(GET, get_page),
+    "/server": WebRoute(GET, get_server),
+    "/banner.svg": WebRoute(GET, get_banner),
+    "/check": WebRoute(GET, get_check),
+    "/style.css": WebRoute(
+        GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
+    "/app.js": WebRoute(GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
+    "/icon.svg": WebRoute(GET, text_route(ICON_SVG, "image/svg+xml")),
+    "/robots.txt": WebRoute(
+        GET, text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)),
+    "/servers.json": WebRoute(GET, get_servers_json),
+    "/history.json": WebRoute(GET, get_history_json),
+    "/metrics": WebRoute(GET, get_metrics),
+    "/healthz": WebRoute(GET, get_healthz),
+    "/announce": WebRoute(POST, post_announce),
 }
 
 
@@ -11618,11 +11593,11 @@ def separate_marks(name):
     return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
 
 
-def news_text(server, settings, escape=str):
+def news_text(server, titles, settings, escape=str):
     """Fill the template in the setting [notify] text for a server, and return the text.
 
-    `escape(name)` escapes the marks in a name that would change the format of the message."""
-    titles = {**GAME_TITLES, **settings["games"]}
+    `titles` are those of the games, by their ids. `escape(name)` escapes the marks in a name that
+    would change the format of the message."""
     title = titles.get(server.game)
     if title is None:
         title = server.details.get("gamename", server.game)
@@ -11644,22 +11619,22 @@ def news_text(server, settings, escape=str):
 # The functions below return the media type and the body of a message. `entry` is the server's entry
 # in /servers.json
 
-def discord_news(server, settings, entry):
-    text = news_text(server, settings, escape_markdown)
+def discord_news(server, titles, settings, entry):
+    text = news_text(server, titles, settings, escape_markdown)
     return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
 
 
-def slack_news(server, settings, entry):
-    text = news_text(server, settings, separate_marks)
+def slack_news(server, titles, settings, entry):
+    text = news_text(server, titles, settings, separate_marks)
     return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
 
 
-def text_news(server, settings, entry):
-    return TEXT_TYPE, news_text(server, settings).encode()
+def text_news(server, titles, settings, entry):
+    return TEXT_TYPE, news_text(server, titles, settings).encode()
 
 
-def json_news(server, settings, entry):
-    text = to_json(news_text(server, settings))
+def json_news(server, titles, settings, entry):
+    text = to_json(news_text(server, titles, settings))
     return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
 
 
@@ -11683,8 +11658,10 @@ SETTINGS.update((setting.name, setting) for setting in (
 ROOMS.update((game.game, game) for game in GAMES)
 CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 GAME_TITLES = {}
+PRIVATE_FIELDS: Dict[str, Any] = {}     # see Game.json_fields
 for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
+    PRIVATE_FIELDS.update(each_game.json_fields)
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
@@ -12879,10 +12856,12 @@ class News:
             return
         # A message that is not delivered by then is dropped: the players may have left again
         until = time.monotonic() + 2 * MINUTE
-        json_entry = with_times(server_json(server), server, self.epoch, self.registry.master)
+        entry = server_json(server, PRIVATE_FIELDS)
+        json_entry = with_times(entry, server, self.epoch, self.registry.master)
+        titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
             format_news = NEWS_FORMATS[hook.format]
-            media_type, body = format_news(server, self.settings, json_entry)
+            media_type, body = format_news(server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
             hook.submit(delivery, on_result=None)
 
@@ -15458,14 +15437,15 @@ def command_notify(arguments):
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
                     name="A test of the news")
-    entry = with_times(server_json(server), server, time.time(), "")
+    entry = with_times(server_json(server, PRIVATE_FIELDS), server, time.time(), "")
+    titles = {**GAME_TITLES, **settings["games"]}
     status = EXIT_OK
     for name in arguments.name or webhooks or [""]:
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
         format_news = NEWS_FORMATS[format_name]
-        media_type, body = format_news(server, settings, entry)
+        media_type, body = format_news(server, titles, settings, entry)
         http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):
