@@ -10847,12 +10847,12 @@ def with_times(entry, server, epoch, own_master):
 
 def get_servers_json(web, request):
     """Return all fields of the listed servers. The query is a ListFilter."""
-    def render_beginning(server):
+    def beginning(server):
         return server_json(server, web.private_fields)
 
     def render(servers, wall):
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", render_beginning)):
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", beginning)):
             entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
             wall, web.registry.generation, b",\n".join(entries))
@@ -10864,12 +10864,11 @@ def get_servers_json(web, request):
 
 # --- Pages ---------------------------------------------------------------------------------------
 
-def contact_lines(listeners, host, settings):
+def contact_lines(rooms, listeners, host, settings):
     """Return the Contacts of the games that can be announced here, as (game, reader, line).
 
     `listeners` are the open listeners of this master, `host` is its name or address."""
-    # Luanti, DDNet and the operator's own games are announced by HTTP
-    ports = {"luanti": settings["luanti.enabled"], "ddnet": settings["ddnet.enabled"]}
+    ports = {}
     page = ""
     for listener in listeners:
         # If a protocol has several ports, the last one takes announcements
@@ -10877,9 +10876,11 @@ def contact_lines(listeners, host, settings):
         if listener.protocol == "http" and not page:
             page = endpoint_text(host, listener.port)
     contacts = {}
-    for game, contact in CONTACTS.items():
-        if ports.get(game):
-            contacts[game] = contact
+    for game, room in rooms.items():
+        # A room without ports of its own is announced by HTTP
+        is_open = ports.get(game) if room.ports else room.is_on(settings)
+        if room.contact and is_open:
+            contacts[game] = room.contact
     for game, title in settings["games"].items():
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
@@ -10928,7 +10929,7 @@ def render_list(web, list_filter, servers, wall):
     if list_filter == ListFilter(game):     # the result of a search has no history
         day = day_total(web.hourly_players, [game] if game else counts)
     host = web.settings["server.public_address"] or "THIS-HOST"
-    contacts = contact_lines(web.core.listeners, host, web.settings)
+    contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
     countries = web.registry.count_countries(game)
     rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, wall)
     return render_page(
@@ -11656,7 +11657,6 @@ SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_BEFORE_GAMES, *Iceball.settings, *Hyperbol.settings, *SubSpace.settings,
     *Aio.settings, *QUAKE3_SETTINGS, *Luanti.settings, *DDNET_SETTINGS, *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
-CONTACTS = {game.game: game.contact for game in GAMES if game.contact}
 GAME_TITLES = {}
 PRIVATE_FIELDS: Dict[str, Any] = {}     # see Game.json_fields
 for each_game in GAMES:
@@ -15341,7 +15341,8 @@ def first_contact(master_server):
         if protocol in WEB_PORTS:
             pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
-    for _, reader, contact in contact_lines(master_server.listeners, host, settings):
+    for _, reader, contact in contact_lines(
+            master_server.rooms, master_server.listeners, host, settings):
         lines.append("%s: %s" % (reader, contact))
     return lines + pages[:1]
 

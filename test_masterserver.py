@@ -7143,8 +7143,8 @@ class ListsTest(WebCase):
 {"generated":1700000070,"generation":%d,"servers":[{"game":"iceball","address":"203.0.113.9",\
 "port":1,"name":"S","mode":"ctf","map":"m","version":"1","players":3,"max_players":8,"playing":2,\
 "description":"D","official":true,"priority":7,"verified":"query","responding":true,\
-"found_at":"up.example","country":"","unconfirmed":false,"ping_ms":41.3,"flavor":4,"arenas":"a","factions":"",\
-"skill":"9","flags":"",\
+"found_at":"up.example","country":"","unconfirmed":false,"ping_ms":41.3,"flavor":4,"arenas":"a",\
+"factions":"","skill":"9","flags":"",\
 "master":"","first_seen":1700000000,"last_seen":1700000060},
 {"game":"iceball","address":"203.0.113.9","port":2,"name":"S","mode":"","map":"","version":"",\
 "players":0,"max_players":0,"playing":null,"description":"","official":false,"priority":0,\
@@ -7246,8 +7246,8 @@ class ListsTest(WebCase):
     def test_servers_xml(self):
         self.web.epoch = self.core.rooms["hyperbol"].epoch = 1.7e9
         self.list(27888, "203.0.113.7", "hyperbol", name="Fun & \"Games\"", mode="Core", players=5,
-                  max_players=16, map="orbital", version="1.8a", private={"flavor": 3}, ping_ms=41.2,
-                  details={"skill": "9"})
+                  max_players=16, map="orbital", version="1.8a", ping_ms=41.2,
+                  private={"flavor": 3}, details={"skill": "9"})
         self.list(27888, "203.0.113.8", "hyperbol", responding=False)
         self.list()
         status, headers, body = self.get("/servers.xml", now=1.0)
@@ -7311,11 +7311,12 @@ flavor="3" ping_milliseconds="41"/>
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        self.assertEqual(ms.contact_lines(listeners[3:4], "host", self.core.settings),
+        rooms = self.core.rooms
+        self.assertEqual(ms.contact_lines(rooms, listeners[3:4], "host", self.core.settings),
                          [("aio", "AIO servers", "master server host, port 4")])
         self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
         self.assertEqual({line[0] for line in ms.contact_lines(
-            listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
+            rooms, listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
 
     # One server
 
