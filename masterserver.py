@@ -13960,15 +13960,16 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
     conversation = room.fetch(**choice)
     if room.fetched_over == "http":
         return converse_by_http(conversation, (host, port, tls, address))
+    deadline = time.monotonic() + LIST_S
     if room.fetched_over == "udp":
-        deadline = time.monotonic() + LIST_S
-        with udp_socket(address or host, port) as sock:
-            servers = converse(conversation, sock, is_over=lambda: time.monotonic() > deadline)
-        if servers is None:
-            raise TimeoutError("it was not complete within %g s" % LIST_S)
-        return servers
-    with socket.create_connection((address or host, port), CONNECT_S) as sock:
-        return converse(conversation, sock)
+        connected = udp_socket(address or host, port)
+    else:
+        connected = socket.create_connection((address or host, port), CONNECT_S)
+    with connected as sock:
+        servers = converse(conversation, sock, is_over=lambda: time.monotonic() > deadline)
+    if servers is None:                 # another master may go on and on
+        raise TimeoutError("it was not complete within %g s" % LIST_S)
+    return servers
 
 
 # --- What other masters list ---------------------------------------------------------------------
