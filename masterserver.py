@@ -3517,6 +3517,14 @@ def fetched_json(path, name):
     return values()
 
 
+def read_entries(entries, read):
+    """Yield read(entry) for each entry of another master's list. An entry that is Malformed is left
+    out, so that one game server cannot keep all others from being read."""
+    for entry in entries:
+        with contextlib.suppress(Malformed):
+            yield read(entry)
+
+
 def json_entry(entry, players, max_players):
     """Return one server of a list in JSON as a dict with the keys that other games' lists have.
 
@@ -4822,7 +4830,8 @@ class Iceball(Game, UdpProtocol):
 
     def fetch(self):
         entries = yield from fetched_json("/master.json", "servers")
-        return (json_entry(entry, "players_current", "players_max") for entry in entries)
+        return read_entries(
+            entries, lambda entry: json_entry(entry, "players_current", "players_max"))
 
     # What announces a game server
 
@@ -7760,8 +7769,8 @@ class Luanti(PolledGame):
 
     def fetch(self):
         entries = yield from fetched_json("/list", "list")
-        return ({**json_entry(entry, "clients", "clients_max"), "private": entry}
-                for entry in entries)
+        return read_entries(entries, lambda entry: {
+            **json_entry(entry, "clients", "clients_max"), "private": entry})
 
     def found(self, entry):
         announcement = read_luanti_fields({**LUANTI_COMPUTED, **entry["private"]})
@@ -8341,7 +8350,7 @@ class Ddnet(Game):
 
     def fetch(self):
         entries = yield from fetched_json(DDNET_SERVERS, "servers")
-        return map(read_ddnet_entry, entries)
+        return read_entries(entries, read_ddnet_entry)
 
 
 def ddnet_entry(server):

@@ -12313,7 +12313,7 @@ class UpstreamsTest(unittest.TestCase):
                       mock.patch.object(DiskThread, "now", lambda thread: self.now),
                       mock.patch.object(ms, "resolve_host", self.resolve),
                       mock.patch.object(ms, "own_address", lambda place="": "192.0.2.50"),
-                      mock.patch.dict(ms.FOUND_LISTS, dict.fromkeys(ms.FOUND_LISTS, self.fetch)),
+                      mock.patch.object(ms, "fetch_list", self.fetch),
                       mock.patch.object(ms, "log")):
             self.log = patch.start()
             self.addCleanup(patch.stop)
@@ -12323,12 +12323,12 @@ class UpstreamsTest(unittest.TestCase):
             raise OSError(host)
         return "192.0.2.1"
 
-    def fetch(self, upstream: ms.Upstream, address: str) -> List[ms.FoundServer]:
-        self.fetched.append(upstream.host)
-        result = self.lists.get(upstream.host, [])
+    def fetch(self, room: Any, host: str, *place: Any, **choice: str) -> List[Dict[str, Any]]:
+        self.fetched.append(host)
+        result = self.lists.get(host, [])
         if isinstance(result, Exception):
             raise result
-        return [ms.FoundServer(*place, upstream.name) for place in result]
+        return [{"address": address, "port": port} for address, port in result]
 
     def start(self, *lines: str, **settings: str) -> None:
         chosen = settings_of({"upstream__masters": "\n".join(lines), **settings})
@@ -12338,8 +12338,9 @@ class UpstreamsTest(unittest.TestCase):
             protocols=[], post=None, upstream={}, connections={})
         core = make_core()._replace(settings=chosen, registry=self.server.registry,
                                     poller=self.server.poller)
-        self.games = [ms.Hyperbol(core), ms.Quake3(core)]
-        self.server.protocols += self.games
+        self.server.rooms = core.rooms
+        core.rooms.update((room.game, room(core)) for room in (ms.Hyperbol, ms.Quake3, ms.Luanti))
+        self.server.protocols += core.rooms.values()
         self.server.upstreams = ms.Upstreams(self.server)
 
     def reload(self, *lines: str, **settings: str) -> None:
@@ -12416,9 +12417,10 @@ class UpstreamsTest(unittest.TestCase):
         self.start("hyperbol a.example", server__public_address="203.0.113.77")
         result = ms.fetch_upstream(self.server.settings["upstream.masters"][0],
                                    ms.find_own_addresses(self.server.settings),
-                                   collections.OrderedDict())
-        self.assertEqual({server.address for server in result.servers}, set(outside))
-        self.assertEqual(result.left_out, len(near + never) + 3)
+                                   collections.OrderedDict(), 5)
+        servers, left_out = result
+        self.assertEqual({server.address for server in servers}, set(outside))
+        self.assertEqual(left_out, len(near + never) + 3)
 
     def test_bounds(self) -> None:
         """Of one list 5,000 addresses are used; all lists together fill half of the list; few wait
@@ -12439,20 +12441,16 @@ class UpstreamsTest(unittest.TestCase):
             self.assertLessEqual(len(self.server.poller.targets), ms.UPSTREAM_UNANSWERED)
         self.assertGreater(len(self.server.poller.targets), ms.UPSTREAM_UNANSWERED / 2)
 
-    def test_texts_of_a_full_list(self) -> None:
-        """What is listed already gets its present texts, even if there is no room for more. If two
-        lists name a server, the first one counts."""
+    def test_a_server_in_two_lists(self) -> None:
+        """The first one counts, at every fetch."""
         self.lists = {host: [(address_of(number), 5) for number in range(20)]
                       for host in ("a.example", "b.example")}
         self.start("hyperbol a.example", "hyperbol b.example", limits__servers="20",
                    upstream__interval="10")
         self.run_for(25)
         masters = self.listed()
-        targets = list(self.server.poller.targets.values())
-        self.assertEqual(len(targets), 10)
-        before = [target.found for target in targets]
+        self.assertEqual(len(masters), 10)
         self.run_for(25)
-        self.assertFalse([1 for target, found in zip(targets, before) if target.found is found])
         self.assertEqual(self.listed(), masters)
 
     def test_own_servers_are_asked_in_time_beside_a_silent_list(self) -> None:
@@ -12461,7 +12459,7 @@ class UpstreamsTest(unittest.TestCase):
         self.start("hyperbol a.example")
         poller = self.server.poller
         for number in range(100):
-            poller.keep_polling(self.games[0], "203.0.113.%d" % number, 5)
+            poller.add(self.server.rooms["hyperbol"], "203.0.113.%d" % number, 5, ms.ANNOUNCED)
         latest: List[float] = []
         choose = poller.choose_within_rate
 
@@ -12503,7 +12501,7 @@ class UpstreamsTest(unittest.TestCase):
         self.silent = ["203.0.113.6"]
         self.start("hyperbol a.example", "quake3 b.example Xonotic 3")
         self.run_for(3)
-        self.games[0].on_http_announcement("203.0.113.8", 5, {}, self.now)
+        self.server.rooms["hyperbol"].announced("203.0.113.8", 5, {}, self.now)
         self.run_for(3)
         self.reload("quake3 b.example Xonotic 3", "hyperbol c.example")
         self.assertEqual(self.listed(), [("203.0.113.7", "b.example"), ("203.0.113.8", "")])
@@ -12511,7 +12509,7 @@ class UpstreamsTest(unittest.TestCase):
                          {"203.0.113.7", "203.0.113.8"})
         self.run_for(3)
         self.assertEqual(self.listed()[0], ("203.0.113.5", "c.example"))
-        self.assertEqual(self.fetched, ["a.example", "b.example", "c.example"])
+        self.assertEqual(self.fetched[-2:], ["b.example", "c.example"])
         # Another game of the same master is another list
         self.reload("quake3 b.example Quake3Arena 68", "hyperbol c.example")
         self.assertEqual(self.listed(), [("203.0.113.5", "c.example"), ("203.0.113.8", "")])
@@ -12526,7 +12524,6 @@ class UpstreamsTest(unittest.TestCase):
         self.reload()
         self.run_for(400)
         self.assertEqual((self.listed(), self.server.upstream), ([("203.0.113.8", "")], {}))
-        self.assertEqual(len(self.fetched), 4)
 
     def test_a_server_that_says_another_game_or_has_left_its_list(self) -> None:
         """It stays when other settings change, and after a restart, for as long as it answers."""
@@ -12541,7 +12538,7 @@ class UpstreamsTest(unittest.TestCase):
             change()
             self.assertEqual(self.listed(), [
                 ("203.0.113.8", "a.example"), ("203.0.113.9", "a.example")])
-        self.assertEqual(self.server.upstream["quake3 a.example Nexuiz 7"].listed, 1)
+        self.assertEqual(self.server.upstream["quake3 a.example Nexuiz 7"].listed, 2)
 
     def test_a_fetch_that_ends_after_its_line_has_gone(self) -> None:
         self.lists = {"a.example": [("203.0.113.9", 5)]}
@@ -12571,9 +12568,11 @@ class UpstreamsTest(unittest.TestCase):
         self.silent = ["203.0.113.6"]
         for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, ""), (6, "a.example")):
             address = "203.0.113.%d" % number
-            server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at)
+            server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at,
+                               room="hyperbol")
             server.confirmed = False
             self.server.registry.insert(server)
+            self.server.rooms["hyperbol"].resume(server)
         self.server.upstreams = ms.Upstreams(self.server)
         self.lists["a.example"] = OSError("away")
         self.assertEqual(self.listed(), [
@@ -13621,8 +13620,7 @@ class ClientTools(unittest.TestCase):
                 ("hyperbol", b"SSH-2.0-OpenSSH"), ("hyperbol", b"HBSL"),
                 *(("iceball", answer) for answer in (
                     b"HTTP/1.1 404 Not Found\r\n\r\n{}", b"SSH-2.0\r\n", ok + b"[]",
-                    b'HTTP/1.1 301 Moved\r\n\r\n{"servers":[]}', ok + b'{"servers":[5]}',
-                    ok + b"{"))):
+                    b'HTTP/1.1 301 Moved\r\n\r\n{"servers":[]}', ok + b"{"))):
             with FakeServer(serve=scripted(answer, b"", b"")) as server:
                 self.failing("list", server.place, "--game", game)
 
@@ -13728,31 +13726,17 @@ class OtherMastersLists(unittest.TestCase):
 
     def found(self, line: str, **server: Any) -> List[ms.FoundServer]:
         """The answer to `line`, in which %s stands for the place of such a FakeServer."""
-        with FakeServer(**server) as fake:
+        with FakeServer(**server) as fake, mock.patch.object(ms, "may_be_queried", lambda *_: True):
             upstream, = ms.read_upstreams(line % fake.place)
-            servers = list(ms.FOUND_LISTS[upstream.game](upstream, "127.0.0.1"))
+            servers, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 100)
             self.assertEqual({server.found_at for server in servers} - {fake.place}, set())
-            return servers
-
-    def test_addresses(self) -> None:
-        packed = zlib.compress(hexa("02 0100 0b") + b"203.0.113.9" + hexa("8269"))
-        length = struct.pack("<I", len(packed))[:3]
-        for line, server in (
-                ("quake3 %s Xonotic 3", {"answer": lambda data: [
-                    QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 6982") + QUAKE3_EOT]
-                    if data == OUT + b"getserversExt Xonotic 3 empty full" else []}),
-                ("hyperbol %s", {"serve": scripted(HBSL, hexa("efbeadde ff000000"), bytes(
-                    [203, 0, 113, 9]) + struct.pack("<IB", 27010, 1) + bytes(3))}),
-                ("aio %s", {"serve": scripted(hexa("01000000 00"), hexa("01000000 02"),
-                                              length + b"\1" + packed)})):
-            found, = self.found(line, **server)
-            self.assertEqual((found.address, found.port, found.fields), ("203.0.113.9", 27010, {}))
+            return sorted(servers)
 
     def test_a_zone_with_its_texts(self) -> None:
         listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
                    + b"A zone\0" + hexa("cb007108 a961 0600 0000 86000000") + bytes(64) + b"\0")
         total = struct.pack("<I", len(listing))
-        found, unnamed = self.found("subspace %s", answer=lambda data: {
+        unnamed, found = self.found("subspace %s", answer=lambda data: {
             hexa("0001"): [hexa("0002") + data[2:6]],
             hexa("0003"): [hexa("0004 00000000"), hexa("0003 00000000 000a") + total + listing]
         }.get(data[:2], []))
@@ -13760,7 +13744,7 @@ class OtherMastersLists(unittest.TestCase):
             "name": "Chaos", "version": "134", "description": "A zone",
             "details": {"scores": "yes"}}))
         self.assertEqual((unnamed.fields["name"], unnamed.fields["details"]),
-                         ("203.0.113.8:25001", {"scores": "no"}))
+                         ("", {"scores": "no"}))
 
     def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
         answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
@@ -13770,7 +13754,7 @@ class OtherMastersLists(unittest.TestCase):
         """Those that no server could have announced are left out."""
         known, = self.luanti(LUANTI_LISTED)
         self.assertEqual((known.address, known.port, known.fields["name"],
-                          known.fields["luanti_announcement"]["mods"][:2]),
+                          known.fields["private"]["luanti_announcement"]["mods"][:2]),
                          ("203.0.113.9", 36302, json.loads(LUANTI_START)["name"],
                           ["weather", "sfinv"]))
         whole = json.loads(LUANTI_LISTED)
@@ -13783,7 +13767,6 @@ class OtherMastersLists(unittest.TestCase):
         # The official list lacks what our own adds
         less = json.dumps({key: whole[key] for key in whole if key not in ms.LUANTI_COMPUTED})
         self.assertEqual([server.port for server in self.luanti(*bad, less.encode())], [36302])
-
     @needs_openssl
     def test_by_https(self) -> None:
         """Only from a host whose certificate is right."""
@@ -13805,8 +13788,8 @@ class OtherMastersLists(unittest.TestCase):
                 upstream = ms.Upstream("luanti", host, server.port, tls=True)
                 told = ""
                 try:
-                    found = ms.fetch_upstream(upstream, set(), collections.OrderedDict())
-                    self.assertEqual([one.address for one in found.servers], ["203.0.113.9"])
+                    found, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 5)
+                    self.assertEqual([one.address for one in found], ["203.0.113.9"])
                 except OSError as error:
                     told = str(error)
                 self.assertEqual(words in told, True, (host, told))
@@ -13828,9 +13811,12 @@ class OtherMastersLists(unittest.TestCase):
             for game, answer in games.items():
                 place = stack.enter_context(FakeServer(answer))
                 places[game] = port = place.port - (game == "subspace")
-                fields: Dict[str, Any] = {"name": "First", "verified": "query"}
+                room = "quake3" if game == "xonotic" else game
+                stored = {}
                 if game == "luanti":
-                    fields["luanti_announcement"] = ms.luanti_fields(json.loads(LUANTI_STORED))
+                    stored["luanti_announcement"] = json.loads(LUANTI_STORED)
+                fields = {"name": "First", "verified": "query", "room": room,
+                          "private": ms.ROOMS[room].restored(stored)}
                 if game == "xonotic":
                     fields.update(version="3", details={"gamename": "Xonotic"})
                 first.registry.list_or_refresh(
@@ -14303,7 +14289,7 @@ class ExportTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
         self.output = os.path.join(folder.name, "servers.xml")
-        patch = mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, HYPERBOL_LIST_S=SOON_S)
+        patch = mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, LIST_S=SOON_S)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -14344,7 +14330,7 @@ class ExportTest(unittest.TestCase):
             everybody.wait(SOON_S)          # it fails if fewer are asked at once
             raise socket.timeout
         for total_s, asked in (60.0, 100), (0.0, 0):
-            with mock.patch.object(ms, "ping_hyperbol", side_effect=ping) as pings, \
+            with mock.patch.object(ms, "ping", side_effect=ping) as pings, \
                     mock.patch.object(ms, "EXPORT_TOTAL_S", total_s):
                 status, out, _ = self.export(listing=NOBODY * 100)
             self.assertEqual((status, out[:29], pings.call_count),
@@ -14356,10 +14342,10 @@ class ExportTest(unittest.TestCase):
             file.write(b"old")
         for patience_s, greeting, listing, expected, told in (
                 (SOON_S, b"SSH-2.0-x\r\n\r\n", b"", 4, "is not a Hyperbol master"),
-                (SOON_S, HBSL, NOBODY * 3, 4, "is not a Hyperbol master: more than 2 servers"),
+                (SOON_S, HBSL, NOBODY * 3, 4, "is not a Hyperbol master: more than 24 bytes"),
                 (0.3, b"", b"", 3, "No list from 127.0.0.1:"),
                 (SOON_S, HBSL, b"", 6, "is empty; %s is left as it is" % self.output)):
-            with mock.patch.multiple(ms, HYPERBOL_LIST_S=patience_s, LIST_SERVERS=2), \
+            with mock.patch.multiple(ms, LIST_S=patience_s, LIST_SERVERS=2), \
                     mock.patch.object(ms, "queried_server") as queried:
                 status, out, err = self.export(listing=listing, greeting=greeting)
             self.assertEqual((status, out, queried.called), (expected, "", False))
@@ -14386,7 +14372,7 @@ class ExportTest(unittest.TestCase):
                 signal.raise_signal(signal.SIGTERM)
         slept: List[float] = []
         with mock.patch.object(ms.time, "sleep", sleep), \
-                mock.patch.object(ms, "list_hyperbol", side_effect=[OSError("gone"), []]):
+                mock.patch.object(ms, "fetch_list", side_effect=[OSError("gone"), []]):
             status, out, err = command("export", "x", "--every", "300", "--output", self.output)
         self.assertEqual((status, slept), (0, [300.0, 300.0]))
         self.assertRegex(err, "No list from x:20203: gone\n.*The list of x:20203 is empty")
@@ -14443,7 +14429,7 @@ def python2() -> str:
     return ""
 
 
-@mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, HYPERBOL_LIST_S=SOON_S)
+@mock.patch.multiple(ms, ASK_WAIT_S=SOON_S, LIST_S=SOON_S)
 class HyperbolProgramTest(unittest.TestCase):
     """The program with game servers that it queries, and both scripts that read its list."""
 
