@@ -14233,11 +14233,13 @@ class Upstreams:
             if target.why == FOUND and target.room.listed_server(target) is None:
                 room_left -= 1
         steps_left = UPSTREAM_STEP
-        while room_left > 0 and steps_left > 0:
+        while steps_left > 0:
             waiting = [upstream_list for upstream_list in self.lists if upstream_list.waiting]
             if not waiting:
                 return
             for upstream_list in waiting:
+                if room_left <= 0:
+                    return
                 steps_left -= 1
                 room = self.rooms[upstream_list.upstream.game]
                 # A ban or a limit refuses it, as it would refuse a server that announces itself
