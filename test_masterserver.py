@@ -5218,6 +5218,9 @@ def web_of(servers, known=None, template=ms.LIST_PAGE):
     for server in servers:
         core.registry.games[server.game][server.address, server.port] = server
         server.rank, server.entry_cache = (servers.index(server),), None
+        for room in core.rooms.values():
+            if room.owns(server.game, server.details):
+                server.room = room.game
     database = mock.Mock(known=lambda *key: known,
                          history=lambda game, address, port, span, wall: make_series(span))
     web = ms.Web(core._replace(
@@ -9755,7 +9758,8 @@ class NewsTest(unittest.TestCase):
         for text, settings in (
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
-            self.assertEqual(ms.text_news(empty, {}, ms.Settings(settings), b""),
+            settings = ms.Settings(settings)
+            self.assertEqual(ms.text_news(empty, settings["games"], settings, b""),
                              ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
