@@ -5470,7 +5470,7 @@ class SubSpace(PolledGame, UdpProtocol):
                                          "no answer yet to a ping on UDP port %d" % ping_port)
         waiting, protected_until = self.waiting.get((source, port)) or (announcement, now)
         if now < protected_until and waiting["private"] != announcement["private"]:
-            # A forged announcement must not profit from the answer to the ping of another one
+            # A forged announcement must not profit from the answer to another one's ping
             return []
         limit = self.rules.max_servers_per_source
         if self.rules.exempts(source):
@@ -5669,7 +5669,8 @@ class SubSpace(PolledGame, UdpProtocol):
         # The clock of the link counts the seconds in which nothing came
         now = 0.0
         link = ZoneListLink(now, [ZONE_LIST_REQUEST + bytes(4)])
-        connect = LINK_CONNECT + os.urandom(3) + b"\0" + LINK_VERSIONS[0]
+        version, _ = LINK_VERSIONS
+        connect = LINK_CONNECT + os.urandom(3) + b"\0" + version
         for _ in range(3):
             data = yield Send(connect, 2.0)
             if data is not None:        # any datagram means that the master agrees
@@ -6039,7 +6040,9 @@ class SubSpaceList(UdpProtocol):
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
             # A connect that only repeats the last one lets the exchange go on. After the list has
             # been delivered it begins another one
-            if link is None or link.is_closed or link.key != key or link.is_delivered:
+            is_repeated = link is not None and not link.is_closed and link.key == key
+            is_delivered = is_repeated and link.sequence > 0 and not link.in_flight
+            if not is_repeated or is_delivered:
                 link = ListLink(self.room, source, key, now)
             replies = [LINK_CONNECT_ANSWER + key]
         elif link is None:
@@ -6068,10 +6071,6 @@ class ListLink(SubSpaceLink):
         self.room = room
         self.address = address
         self.key = key                  # with which the peer has connected
-
-    @property
-    def is_delivered(self):
-        return self.sequence > 0 and not self.in_flight
 
     def allow(self, size, now):
         return self.room.rules.allow_surplus("list", self.address, size, now)

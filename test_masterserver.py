@@ -6545,7 +6545,7 @@ class AmplificationTest(unittest.TestCase):
 
     PEER = "203.0.113.9", 5000
     # Before anything is acknowledged
-    LIST_BYTES = int(ms.LINK_IDLE_S + 1) * (ms.LINK_CHUNK_BYTES + 12)
+    LIST_BYTES = len(ms.LINK_WAITS_S) * (ms.LINK_CHUNK_BYTES + 12)
     # Of every type that any document has: a name, the port, the datagrams that make the request,
     # and how many bytes more than it has the answers may have, and do have
     REQUESTS = (
