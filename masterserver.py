@@ -5324,6 +5324,8 @@ def zone_owned_by(source_port, password):
 
 def read_zone_owner(stored):
     """Return an owner from its stored form, or {}: then nobody owns the zone."""
+    if not isinstance(stored, dict):
+        return {}
     port, password = str(stored.get("port")), str(stored.get("password"))
     is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535
     if not is_port or not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password):
