@@ -3733,8 +3733,8 @@ class Game:
             if attribute.read and stored.get(name):
                 try:
                     private[name] = attribute.read(stored[name])
-                except Refused as refused:
-                    raise Malformed("%s: %s" % (name, refused)) from None
+                except (AttributeError, LookupError, TypeError, ValueError, Refused) as error:
+                    raise Malformed("%s: %s" % (name, error)) from None
         return private
 
     # What our own `announce` and `list` speak. This is POST /announce, the way of every game
