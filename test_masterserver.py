@@ -129,8 +129,9 @@ def changes_of(registry: ms.Registry) -> List[Tuple[str, ms.Server]]:
 def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0) -> ms.Replies:
     """What the event loop does with a datagram at a room's port. Return the replies."""
     registry = protocol.registry
-    server = registry.by_fingerprint.get(hash((data, peer))) if protocol.has_repeats else None
-    if server is not None:
+    sender = peer[0] if protocol.repeated_from == "address" else peer
+    server = registry.by_fingerprint.get(hash((data, sender)))
+    if server is not None and protocol.repeated_from:
         server.last_seen = now
         answer = protocol.repeat_answer(data)
         return [(answer, peer)] if answer else []
@@ -2240,7 +2241,7 @@ class IceballCase(unittest.TestCase):
         return b"".join(reply for reply, _ in replies)
 
     def is_repeat(self, data, peer=peer):
-        return hash((data, peer)) in self.registry.by_fingerprint
+        return hash((data, peer[0])) in self.registry.by_fingerprint
 
     def shake(self, data, now=0.0, peer=peer):
         """A server that announces itself and answers."""
@@ -2360,9 +2361,10 @@ class IceballTest(IceballCase):
     def test_repetitions_and_changes(self):
         other, away = announcement(), ("203.0.113.9", 50000)
         captured, server = self.shake(CAPTURED, 0.0, ("203.0.113.9", 1)), self.shake(other)
-        for data, peer in ((other[:-1], self.peer), (other + b"\0", self.peer), (other, away),
+        for data, peer in ((other[:-1], self.peer), (other + b"\0", self.peer),
                            (other, ("203.0.113.90", 40000))):
             self.assertFalse(self.is_repeat(data, peer))
+        self.assertTrue(self.is_repeat(other, away), "it was started again")
         for data, peer in (other, self.peer), (CAPTURED, ("203.0.113.9", 1)), (other, self.peer):
             self.assertEqual(self.send(data, 3.0, peer), b"MSOKsame")
         self.assertEqual(self.send(b"HSHKsame", 4.0), b"")
