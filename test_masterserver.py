@@ -3359,7 +3359,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                          ("203.0.113.9:25000", 6, 4, {"arenas": ARENAS_TEXT}, {}))
         world.announce()
         world.announce(zone_packet(b"Forged"), source_port=6000)
-        self.assertEqual(world.outcome()[0], "owner")
+        self.assertEqual((world.outcome()[0], zone.lifetime), ("owner", math.inf))
         world.run(300)
         self.assertEqual((zone.name, zone.details["arenas"]), ("Loopback Test Zone", ARENAS_TEXT))
         world.zones.clear()
