@@ -9958,6 +9958,7 @@ class CountryFileOfTheProgram(unittest.TestCase):
         server.disk = DiskThread()
         listed = server.registry.list_or_refresh(
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
+        changes_of(server.registry)
         now = 0.0
 
         def run():
@@ -10463,6 +10464,7 @@ class WebhookTest(unittest.TestCase):
                 body = b"game=mygame&port=5&name=A+name&players=%d" % players
                 answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
                 self.assertEqual(answer[0], 200)
+                eventually(lambda: not server.registry.changes)
 
             def told(path):
                 return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
@@ -10553,7 +10555,7 @@ class UdpSocketTest(unittest.TestCase):
         sock = ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0)
         self.addCleanup(sock.close)
         return ms.UdpSocket("mirror", sock, MirrorProtocol(), ms.Tally(), ms.Limiter((1e6, 1e6)),
-                            vector)
+                            make_core().registry, vector)
 
     def ways(self) -> Iterable[ms.UdpSocket]:
         for vector in (None, ms.MessageVector.create()):
@@ -10639,10 +10641,12 @@ class UdpSocketTest(unittest.TestCase):
         for place in self.ways():
             core = make_core(limits__exempt="")
             place.protocol, place.limiter = ms.Iceball(core), ms.Limiter((0.001, 2))
+            place.registry = core.registry
             game = self.game()
             peer = game.getsockname()
-            msok = place.protocol.answer_announcement(CAPTURED, peer[0], 0.0)
-            place.protocol.accept_handshake(b"HSHK" + msok[4:], peer, 0.0)
+            (msok, _), = deliver(place.protocol, CAPTURED, peer)
+            deliver(place.protocol, b"HSHK" + msok[4:], peer)
+            deliver(place.protocol, CAPTURED, peer)
             listed, = core.registry.servers()
             for number in range(5):
                 game.sendto(b"x", place.sock.getsockname())
@@ -11674,6 +11678,7 @@ class EventLogTest(unittest.TestCase):
                 server.registry.update(one, {"players": 5})
                 server.tick(0.0)
             server.registry.remove_own(one)
+            server.tick(0.0)
         told = [line.partition("server:")[2] for line in logged.output]
         self.assertEqual((told[0], len(told)), ("203.0.113.9:1 aio listed '\\xdc'", 1 + 20 + 1 + 2))
         self.assertEqual(told[21:], ["80 more servers listed or removed in the last second",
@@ -14572,7 +14577,7 @@ class ServingTest(unittest.TestCase):
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
                                   ("2001:db8::7", "192.0.2.9", "[2001:db8::7]")):
             settings = ms.Settings({"server.public_address": public})
-            server = mock.Mock(settings=settings, listeners=[
+            server = mock.Mock(settings=settings, rooms=with_rooms(make_core()).rooms, listeners=[
                 ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")])
             with mock.patch.object(ms, "own_address", return_value=own):
                 ports, luanti, ddnet, page = ms.first_contact(server)
