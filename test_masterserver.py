@@ -129,8 +129,9 @@ def changes_of(registry: ms.Registry) -> List[Tuple[str, ms.Server]]:
 def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0) -> ms.Replies:
     """What the event loop does with a datagram at a room's port. Return the replies."""
     registry = protocol.registry
-    server = registry.by_fingerprint.get(hash((data, peer))) if protocol.has_repeats else None
-    if server is not None:
+    sender = peer[0] if protocol.repeated_from == "address" else peer
+    server = registry.by_fingerprint.get(hash((data, sender)))
+    if server is not None and protocol.repeated_from:
         server.last_seen = now
         answer = protocol.repeat_answer(data)
         return [(answer, peer)] if answer else []
@@ -2236,7 +2237,7 @@ class IceballCase(unittest.TestCase):
         return b"".join(reply for reply, _ in replies)
 
     def is_repeat(self, data, peer=peer):
-        return hash((data, peer)) in self.registry.by_fingerprint
+        return hash((data, peer[0])) in self.registry.by_fingerprint
 
     def shake(self, data, now=0.0, peer=peer):
         """A server that announces itself and answers."""
@@ -2356,9 +2357,10 @@ class IceballTest(IceballCase):
     def test_repetitions_and_changes(self):
         other, away = announcement(), ("203.0.113.9", 50000)
         captured, server = self.shake(CAPTURED, 0.0, ("203.0.113.9", 1)), self.shake(other)
-        for data, peer in ((other[:-1], self.peer), (other + b"\0", self.peer), (other, away),
+        for data, peer in ((other[:-1], self.peer), (other + b"\0", self.peer),
                            (other, ("203.0.113.90", 40000))):
             self.assertFalse(self.is_repeat(data, peer))
+        self.assertTrue(self.is_repeat(other, away), "it was started again")
         for data, peer in (other, self.peer), (CAPTURED, ("203.0.113.9", 1)), (other, self.peer):
             self.assertEqual(self.send(data, 3.0, peer), b"MSOKsame")
         self.assertEqual(self.send(b"HSHKsame", 4.0), b"")
@@ -2656,6 +2658,9 @@ HYPERBOL_REPLY = (
     (225, 1, b"\x09"),
     (226, 3, b"\xee" * 3),
 )
+
+
+HBSL = b"HBSL" + hexa("efbeadde 07000000")          # key, and the players on all servers
 
 
 def hyperbol_reply(**changed):
@@ -3350,7 +3355,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                          ("203.0.113.9:25000", 6, 4, {"arenas": ARENAS_TEXT}, {}))
         world.announce()
         world.announce(zone_packet(b"Forged"), source_port=6000)
-        self.assertEqual(world.outcome()[0], "owner")
+        self.assertEqual((world.outcome()[0], zone.lifetime), ("owner", math.inf))
         world.run(300)
         self.assertEqual((zone.name, zone.details["arenas"]), ("Loopback Test Zone", ARENAS_TEXT))
         world.zones.clear()
@@ -4701,17 +4706,12 @@ class Quake3Test(unittest.TestCase):
         self.assertEqual(self.send(self.world.list_question), [self.world.list_answer])
         self.assertEqual(self.quake3.mode_text(server), "free for all")
 
-    def test_question_and_answer(self):
-        """The same for the poller and, in a room without a master, for `ping`."""
-        for room in ms.Quake3(), self.quake3:
-            target = ms.Target(room, *self.place, ms.ANNOUNCED)
-            target.nonce = self.world.nonce
-            self.assertEqual(room.question(target), self.world.question)
-            self.assertEqual(room.read_answer(target, self.world.answer), self.world.listed)
-            for wrong in self.world.wrong_answers:
-                self.assertRaises(ms.Malformed, room.read_answer, target, wrong)
+    def test_an_answer_that_nothing_tells_the_game_of(self):
+        """The poller does not take it, and `ping`, whose room has no master, shows it."""
         nameless = info(b"abcdef01", gamename=None, protocol=b"99")
-        self.assertRaisesRegex(ms.Malformed, "gamename", room.read_answer, target, nameless)
+        target = ms.Target(self.quake3, *self.place, ms.ANNOUNCED)
+        target.nonce = self.world.nonce
+        self.assertRaisesRegex(ms.Malformed, "gamename", self.quake3.read_answer, target, nameless)
         answer = ms.Quake3().read_answer(target, nameless)
         self.assertEqual(answer["details"]["gamename"], "Quake3Arena")
 
@@ -4991,17 +4991,6 @@ class Quake3Test(unittest.TestCase):
         self.poll(range(131, 136))
         self.assertEqual(self.registry.servers(), [server])
 
-    def test_a_restored_server_is_polled(self):
-        rooms = {"quake3": ms.Quake3}
-        row = ms.listed_row(self.shake(b"DarkPlaces", gamename=b"Smokin-Guns"), 0.0, rooms)
-        self.start()
-        server = ms.restored_server(row, 0.0, 10.0, rooms)
-        self.registry.insert(server)
-        self.quake3.resume(server)
-        self.assertEqual(self.registry.titles, {"smokin-guns": "Smokin-Guns"})
-        self.poll([1, 2], lambda challenge: info(challenge, gamename=b"Smokin-Guns"))
-        self.assertEqual((self.registry.servers(), server.confirmed), ([server], True))
-
     def test_questions(self):
         self.start(quake3__tags="Warsow = Warsow")
         # port -> what it is
@@ -5073,8 +5062,10 @@ class Quake3Test(unittest.TestCase):
         self.start(quake3__tags="Q = Quake3Arena")
         _, most = ms.SURPLUS_BYTES
         self.registry.rules.allow_surplus("quake3", "192.0.2.9", most, 1.0)
-        for data in question, OUT + b"heartbeat Q\n":
-            self.assertEqual(self.send(data, 1.0, asker), "Limited: ")
+        with mock.patch.object(ms, "quake3_packets") as rendered:
+            for data in question, OUT + b"heartbeat Q\n":
+                self.assertEqual(self.send(data, 1.0, asker), "Limited: ")
+        rendered.assert_not_called()
 
 
 @needs_forged_sources
@@ -6012,8 +6003,6 @@ def luanti_request(text):
     return LUANTI_HEAD % len(body) + body
 
 
-# --- Servers that another list names --------------------------------------------------------------
-
 # Captured from DDNet-Server 16.4: header fields of registrations, the same but for the address, and
 # an info. Challenge-Token follows Challenge-Secret
 DDNET_REGISTER = """\
@@ -6072,256 +6061,789 @@ def ddnet_client(name: str = "nameless tee", **changed: Any) -> Dict[str, Any]:
             "skin": {"name": "default"}, "afk": False, "team": 0, **changed}
 
 
-class FoundWorld:
-    """A game's protocol, and one game server of it that another list names and that answers."""
+# --- A world for each game, and what holds in all of them -----------------------------------------
 
-    place = ("203.0.113.9", 36960)
-    source = "203.0.113.9"
-    fields: Dict[str, Any] = {}
+class World:
+    """The program without sockets, with a game server that speaks the game's protocol.
 
-    def __init__(self):
-        self.core = make_core()
+    A subclass has the packets that were captured, or that follow the document, and says how the
+    game server announces itself and answers. The tests of all worlds are in EveryGame."""
+
+    room: Any                           # the class of the room
+    game = ""                           # under which the server is listed, if it is not the room's
+    place: Tuple[str, int]              # where players find the server
+    stranger: Any = ("192.0.2.1", 5000)
+    packets: Any = ()                   # (the Form, a packet, its values)
+    question, nonce = b"", 0            # of the poller
+    answered: Dict[str, Any] = {}       # what the game server's answers say
+    wrong_answers: Any = ()
+    listed: Dict[str, Any] = {}         # attributes of the listed server
+    lists: Any = ()                     # (what a player asks, the list of this one server)
+    fetched: Any = ()                   # (dialect, what comes from another master with that list)
+    named: Dict[str, str] = {}          # the setting that names the server
+    private: Dict[str, Any] = {}        # stored private attributes
+    bad_private: Any = ()
+    unheard = "silent"                  # the outcome if the server does not answer
+    contact = ""                        # the line for operators on the page
+    page_words: Any = ()                # on the server's page
+    # What strangers send: (a name, datagrams, how many bytes more than these may be sent back)
+    requests: Any = ()
+    connections: Any = ()               # by TCP; KEY! stands for the key of the greeting
+    bodies: Dict[str, Any] = {}         # of POST /announce, by their type
+
+    def __init__(self, **settings):
+        self.core = with_rooms(make_core(**settings))
         self.registry, self.poller = self.core.registry, self.core.poller
-        self.protocol = self.make(self.core)
-        self.now = 0.0
+        self.core.send = self.sent = mock.Mock()
+        self.web = ms.Web(self.core)
+        self.here = self.core.rooms[self.room.game]
+        self.id = self.game or self.room.game
+        self.now, self.is_there = 0.0, True
 
-    def find(self, **fields):
-        return self.protocol.query_found(
-            ms.FoundServer(*self.place, "up.example", {**self.fields, **fields}))
+    # The game server
 
-    def run(self, seconds, answers=True):
+    def announce(self):
+        """What the game server does to be listed."""
+        raise NotImplementedError
+
+    def reply(self, packet):
+        """Its answer to a packet of the master."""
+        return b""
+
+    def leave(self):
+        self.is_there = False
+
+    # What the event loop does
+
+    def deliver(self, packet, peer):
+        """A packet of the game server, the answers to it and so on."""
+        for answer, to in deliver(self.here, packet, peer, self.now):
+            reply = self.reply(answer)
+            if reply and self.is_there:
+                self.deliver(reply, to)
+
+    def post(self, body, content_type="application/json", path="/announce"):
+        """The status of the answer to a request of the game server."""
+        request = http_request(path, "Content-Length: %d" % len(body),
+                               "Content-Type: " + content_type, method="POST", body=body)
+        return split_response(self.by_http(request, self.place[0]))[0]
+
+    def by_http(self, request, source="192.0.2.1", size=1 << 30):
+        return feed(self.web.session(source, self.now), request, size, self.now)
+
+    def get(self, path, size=1 << 30):
+        self.web.forget_responses()
+        return split_response(self.by_http(http_request(path), size=size))[2]
+
+    def ask(self, question, size):
+        """The list that a player gets who asks in pieces of this size."""
+        return self.get(question, size)
+
+    def run(self, seconds):
         for _ in range(seconds):
             self.now += 1.0
             self.registry.expire(self.now)
-            queries = self.protocol.tick(self.now) or []
-            queries += self.poller.tick(self.now)
-            for query, peer in queries if answers else ():
-                to = self.protocol if self.is_ping(query) else self.poller
-                to.datagram(self.reply(query), peer, self.now + 0.02)
+            for event, server in changes_of(self.registry):
+                if event == "gone":
+                    self.here.gone(server)
+            for packet, to in self.here.tick(self.now):
+                if self.is_there:
+                    self.deliver(self.reply(packet), to)
+            for packet, to in self.poller.tick(self.now):
+                if self.is_there:
+                    with contextlib.suppress(ms.Malformed):
+                        self.poller.datagram(self.reply(packet), to, self.now + 0.02)
 
-    def is_ping(self, query):
-        return False
+    def find(self, **fields):
+        """Another master's list names the server."""
+        found = {**self.found_fields(), **fields}
+        return self.here.query_found(ms.FoundServer(*self.place, "up.example", found))
+
+    def found_fields(self):
+        return self.here.found({})
 
     def servers(self):
-        return [(server.name, server.verified, server.found_at, server.players)
-                for server in self.registry.servers()]
+        return self.registry.servers(self.id)
+
+    def values(self):
+        """These attributes of the one listed server."""
+        server, = self.servers()
+        return {name: getattr(server, name) for name in self.listed}
+
+    def outcome(self):
+        outcome = self.registry.outcome(self.place[0], self.room.game, self.place[1])
+        return outcome and outcome.outcome
 
 
-class FoundQuake3(FoundWorld):
-    make, listed = ms.Quake3, ("Red Test  q", "query", 0)
-
-    def reply(self, query):
-        return info(query[12:])
-
-    def announce(self):
-        self.run(1)                 # so that its answer is the same as the last one
-        (getinfo, _), = self.protocol.datagram(HEARTBEAT, self.place, self.now)
-        self.protocol.datagram(info(getinfo[12:]), self.place, self.now + 0.02)
-
-
-class FoundHyperbol(FoundWorld):
-    make, listed = ms.Hyperbol, ("Fun & Games", "query", 5)
-
-    def reply(self, query):
-        return hyperbol_reply(o1=query[1:])
-
-    def announce(self):
-        self.protocol.on_http_announcement(*self.place, {}, self.now)
-
-
-class FoundZone(FoundWorld):
-    make, listed = ms.SubSpace, ("Its zone", "another list", 6)
-    place = ZONE
-    fields = {"name": "Its zone", "version": "134", "details": {"scores": "yes"}}
-
-    def reply(self, query):
-        return asss(query)
-
-    def announce(self):
-        (ping, peer), = self.protocol.datagram(ZONE_PACKET, (self.source, 5000), self.now)
-        self.protocol.datagram(asss(ping), peer, self.now + 0.02)
-
-
-class FoundAio(FoundWorld):
-    make, listed = ms.Aio, ("My server", "query", 3)
-    place = ("203.0.113.9", 27010)
-
-    def reply(self, query):
-        return zlib.compress(AIO_ANSWER)
+class IceballWorld(World):
+    room, place, unheard = ms.Iceball, ("203.0.113.9", 21737), "announced"
+    packets = (
+        (ms.ICEBALL_ANNOUNCEMENT, CAPTURED, {
+            "kind": b"1CEB", "hbversion": 2, "version": 8421413, "port": 21737, "players": 0,
+            "max_players": 64, "name": b"Iceball Server".ljust(30, b"\0"),
+            "mode": b"ctf".ljust(10, b"\0"), "map": b"classic(512,512)".ljust(30, b"\0")}),
+        (ms.ICEBALL_VERSIONS, hexa("42414456 0200 25808000"),
+         {"kind": b"BADV", "hbversion": 2, "version": 8421413}),
+        (ms.DRAFT_REQUEST_HEAD, hexa("01 0100 0151"),
+         {"kind": b"\1", "hbversion": b"\1\0", "port": 20737}))
+    listed = {"name": "Iceball Server", "mode": "ctf", "map": "classic(512,512)", "players": 0,
+              "max_players": 64, "version": "0.2.1-37", "verified": "handshake"}
+    lists = (("/master.json", b'{"version":2,"iceball_version":8421413,"servers":[{"name":"Iceball '
+              b'Server","address":"203.0.113.9","port":21737,"players_current":0,"players_max":64,'
+              b'"mode":"ctf","map":"classic(512,512)","version":"0.2.1-37","basedir":"ctf"}]}'),)
+    fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
+    contact = '"heartbeat_send": true, "heartbeat": [["m.example", 27790]]'
+    page_words = ("classic(512,512)", "0.2.1-37")
+    requests = (
+        ("announcement", [CAPTURED], 0),
+        ("all texts full", [announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)], 7),
+        ("heartbeat version", [announcement(hbversion=3)], 0),
+        ("its shortest", [announcement(hbversion=3)[:10]], 0),
+        ("length", [CAPTURED + b"x"], 0), ("no versions", [b"1CEB\2"], 0),
+        ("forged cookie", [b"HSHK" + bytes(80), hexa("4853484b 8a850c03")], 0),
+        ("request id", [hexa("01 0100 0151 00")], 13),
+        ("request id, version", [hexa("01 0200")], 0),
+        ("fields", [hexa("03 01020304 01 4100"), hexa("04 01020304 01 05000000"),
+                    hexa("05 01020304")], 0),
+        ("other types", [hexa("02 01020304"), hexa("06"), b"\xff"], 0))
 
     def announce(self):
-        feed(self.protocol.session(self.source, self.now), AIO_FRAMED, now=self.now)
+        self.deliver(CAPTURED, (self.place[0], 40000))
+
+    def reply(self, packet):
+        if packet[:4] == b"MSOK":
+            return b"HSHK" + packet[4:]
+        if packet[:1] == b"\2":                     # the first draft
+            identity = packet[1:5]
+            return b"\3" + identity + b"\1My server\0"
+        return b""
 
 
-class FoundLuanti(FoundWorld):
-    make, listed = ms.Luanti, (json.loads(LUANTI_START)["name"], "another list", 0)
-    place = ("203.0.113.9", 36302)
-
-    @property
-    def fields(self):
-        return ms.Luanti().found({"private": json.loads(LUANTI_STORED)})
-
-    def reply(self, query):
-        return LUANTI_PROBED
+class HyperbolWorld(World):
+    room, place = ms.Hyperbol, ("203.0.113.9", 27888)
+    nonce, question = 0x11223344, hexa("02 44332211")
+    packets = (
+        (ms.HYPERBOL_GREETING, hexa("4842534c 04030201 05000000"),
+         {"key": 0x01020304, "players": 5}),
+        (ms.HYPERBOL_REQUEST, hexa("04030201 ff000000"), {"key": 0x01020304, "filter": 255}),
+        (ms.HYPERBOL_ENTRY, hexa("cb007109 f06c0000 03 000000"),
+         {"address": hexa("cb007109"), "port": 27888, "flavor": 3}),
+        (ms.HYPERBOL_QUERY, question, {"timestamp": nonce}))
+    answered = {"name": "Fun & Games", "mode": "Capture the Core", "map": "orbital",
+                "version": "1.8a", "players": 5, "max_players": 16,
+                "details": {"skill": "9", "flags": "0x8000000d",
+                            "factions": "IMF 3, Syndicate 1, Republic 2"}}
+    wrong_answers = (b"", hyperbol_reply()[:228], hyperbol_reply(o0=b"\x1a"),
+                     hyperbol_reply(o1=b"\x44\x33\x22\x10"))
+    listed = {**answered, "verified": "query"}
+    lists = (("ff000000", hexa("cb007109 f06c0000 00 000000")), ("00000000", b""))
+    fetched = (("", [HBSL, lists[0][1], b""]),)
+    named = {"hyperbol__servers": "203.0.113.9:27888 3"}
+    private = {"flavor": 3}
+    bad_private = ({"flavor": 256}, {"flavor": "3"}, {"flavor": True})
+    contact = "python3 masterserver.py announce --game hyperbol --port PORT m.example:27790"
+    page_words = ("IMF 3, Syndicate 1, Republic 2",)
+    connections = (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4))
 
     def announce(self):
-        self.protocol.announced(*self.place, json.loads(LUANTI_START), self.now)
+        self.post(b'{"game":"hyperbol","port":27888}')
+
+    def reply(self, packet):
+        return hyperbol_reply(o1=packet[1:5])
+
+    def ask(self, question, size):
+        session = self.here.session("192.0.2.1", self.now)
+        return feed(session, session.opened(self.now)[4:8] + hexa(question), size, self.now)
+
+
+class ZoneWorld(World):
+    room, place = ms.SubSpace, ZONE
+    # The first question has 4 bytes, and 8 bytes have further ones
+    nonce, question = PING_NONCE, PING_TIME
+    packets = (
+        (ms.PING_SHORT, PING_TIME, {"timestamp": PING_NONCE}),
+        (ms.PING_LONG, PING_TIME + hexa("03000000"), {"timestamp": PING_NONCE, "options": 3}))
+    answered = {"players": 6, "playing": 4, "details": {"arenas": ARENAS_TEXT}}
+    wrong_answers = (b"", PING_TIME, hexa("06000000 11223345"), SHORT + b"\0")
+    listed = {"name": "Loopback Test Zone", "description": "a real asss on loopback",
+              "version": "134", "players": 6, "playing": 4, "verified": "query"}
+    lists = (("list", b"\1" + hexa("cb007109 a861 0600 0100 86000000")
+              + b"Loopback Test Zone".ljust(64, b"\0") + b"a real asss on loopback\0"),)
+    fetched = (("", [b"\0\2" + KEY, hexa("0003 00000000 000a") + struct.pack("<I", len(lists[0][1]))
+                     + lists[0][1], None]),)
+    named = {"subspace__zones": "203.0.113.9:25000"}
+    private = {"zone_owner": {"port": "5000", "password": "0123456789abcdef"}}
+    bad_private = ()                    # it is nobody's zone then
+    contact = "Directory:Server1 = m.example, port 4990"
+    page_words = (ARENAS_TEXT, "a real asss on loopback")
+    requests = (
+        ("ping of 4", [PING_TIME], 4), ("ping of 8", [PING_TIME + bytes(4)], 0),
+        ("ping, total", [PING_TIME + hexa("01000000")], 8),
+        ("ping, arenas", [PING_TIME + hexa("02000000")], 504),
+        ("other sizes", [b"", b"x", bytes(6), bytes(94), bytes(481)], 0),
+        ("zone", [ZONE_PACKET], 0),
+        ("shortest zone", [zone_packet(name=b"Z", description=b"\0")], 0))
+
+    def announce(self):
+        self.deliver(ZONE_PACKET, (self.place[0], 5000))
+
+    def reply(self, packet):
+        return asss(packet) if len(packet) == 4 or packet[4:] in (
+            b"\1\0\0\0", b"\2\0\0\0", b"\3\0\0\0") else b""
+
+    def ask(self, question, size):
+        """The player acknowledges nothing, and this list has one packet."""
+        port = ms.SubSpaceList(self.here)
+        replies = [reply for data in (CONNECT, REQUEST)
+                   for reply in port.datagram(data, self.stranger, self.now)]
+        replies += port.tick(self.now + 1.0)
+        return next(data[12:] for data, _ in replies if data[:2] == b"\0\3")
+
+    def found_fields(self):
+        return self.here.found({"name": "Its zone", "version": 134, "description": "Far away",
+                                "scores": True})
+
+
+class FramedAioWorld(World):
+    room, place = ms.Aio, AioWorld.place
+    question, answered = AioWorld.question, AioWorld.answered
+    wrong_answers = AioWorld.wrong_answers
+    listed = {**answered, "verified": "connection"}
+    lists = (
+        (b"12#%\n", b"%12#My server#Fun!#203.0.113.9#27010#%"),
+        (b"12#%", b"%12#0#My server#Fun!#203.0.113.9#27010#%"),
+        (b"\x0c", hexa("0c 0000") + b"My server\0Fun!\x00203.0.113.9" + hexa("00 144801")),
+        (hexa("01000000 02"), hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")))
+    fetched = (("text", [AIO_GREETING, lists[0][1]]), ("framed", [AIO_GREETING, lists[3][1]]))
+    contact = "master server m.example, port 27011"
+    page_words = ("Fun!",)
+    connections = (
+        AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
+        b"13#Name [3/8]#D#203.0.113.7#27010#%12#%", b"SET_IP#203.0.113.7#%\n",
+        AIO_FRAMED + AIO_KEEPALIVE + hexa("01000000 02 01000000 01"),
+        hexa("0b000001 789c636eca0400017900ef"), *AIO_LISTS)
+    session: Any = None
+
+    def announce(self):
+        """Publish again on the connection, or on a new one."""
+        if self.session is None or self.session.done:
+            self.session = self.here.session(self.place[0], self.now)
+        feed(self.session, AIO_FRAMED, now=self.now)
+
+    def leave(self):
+        super().leave()
+        if self.session is not None:
+            self.session.closed(self.now)
+
+    def reply(self, packet):
+        return AioWorld.answer
+
+    def ask(self, question, size):
+        session = self.here.session("198.51.100.7", self.now)
+        return feed(session, question, size, self.now) + session.tick(self.now + 0.2)
+
+
+class OpenArenaWorld(World):
+    room, game, place = ms.Quake3, "openarena", Quake3World.place
+    unheard = "announced"
+    nonce, question = Quake3World.nonce, Quake3World.question
+    answered, wrong_answers = Quake3World.listed, Quake3World.wrong_answers
+    listed = {**answered, "verified": "query", "room": "quake3"}
+    lists = ((Quake3World.list_question, Quake3World.list_answer),)
+    fetched = (("", [Quake3World.list_answer]),)
+    contact = 'set sv_master1 "m.example:27950"'
+    page_words = ("oa_dm1",)
+    requests = (
+        ("heartbeat", [HEARTBEAT], 0), ("getstatus", [OUT + b"getstatus"], 0),
+        ("heartbeat that is listed", [OUT + b"heartbeat DarkPlaces\n"] * 20, 0),
+        ("unknown tag", [OUT + b"heartbeat x\n"], 0), ("infoResponse", [info(b"AbCdEf-_")], 0),
+        ("getservers", [OUT + b"getservers 71 empty\n"], 114),
+        ("getserversExt", [OUT + b"getserversExt Quake3Arena 71 empty full"], 94))
+
+    def announce(self):
+        self.deliver(HEARTBEAT, self.place)
+
+    def reply(self, packet):
+        return info(packet[12:]) if packet[:12] == OUT + b"getinfo " else b""
+
+    def ask(self, question, size):
+        return b"".join(data for data, _ in self.here.datagram(question, self.stranger, self.now))
+
+
+class LuantiWorld(World):
+    room, place = ms.Luanti, ("203.0.113.9", 36302)
+    question = LUANTI_PROBE
+    packets = ((ms.LUANTI_GOODBYE, hexa("4f457403 0002 0000 03"),
+                {"peer": hexa("0002")}),)
+    answered: Dict[str, Any] = {}
+    wrong_answers = (b"", LUANTI_PROBED[:13], LUANTI_PROBED + b"\0", b"\0" + LUANTI_PROBED[1:])
+    listed = {"name": json.loads(LUANTI_START)["name"], "description": "A description",
+              "players": 0, "max_players": 15, "version": "5.6.1", "verified": "query"}
+    bad_private = ({"luanti_announcement": 5}, {"luanti_announcement": {"clients": "x"}})
+    private = {"luanti_announcement": json.loads(LUANTI_STORED)}
+    fetched = (("", [ms.HttpAnswer(200, b'{"list":[%s]}' % LUANTI_STORED.replace(
+        b'"address":""', b'"address":"203.0.113.9"'))]),)
+    contact = "server_announce = true, and serverlist_url = http://m.example:27790"
+    page_words = ("A description", "damage, pvp")
+    bodies = {"multipart/form-data": [
+        luanti_body(text) for text in (LUANTI_START, LUANTI_UPDATE, LUANTI_DELETE)]}
+
+    def announce(self):
+        self.by_http(luanti_request(LUANTI_START), self.place[0])
+
+    def reply(self, packet):
+        return LUANTI_PROBED if packet == LUANTI_PROBE else b""
+
+    def found_fields(self):
+        return self.here.found({"private": json.loads(LUANTI_STORED)})
+
+
+class DdnetWorld(World):
+    room, place, unheard = ms.Ddnet, ("203.0.113.9", 8399), "challenged"
+    listed = {"name": 'Te st "\u00fc" <b>', "mode": "TestDDraceNetwork", "map": "Tutorial",
+              "version": "0.6.4, 16.4", "players": 0, "max_players": 64, "verified": "handshake"}
+    lists = ((ms.DDNET_SERVERS, b'{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399"],'
+              b'"info":%s}]}\n' % DDNET_INFO),)
+    fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
+    registration = {
+        "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
+        "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
+    private = {"ddnet_registration": registration}
+    bad_private = (
+        {}, {"ddnet_registration": 5}, {"ddnet_registration": dict(registration, info="x")},
+        {"ddnet_registration": dict(registration, serial="0")},
+        {"ddnet_registration": dict(registration, secret="x")},
+        {"ddnet_registration": dict(registration, addresses=[])},
+        {"ddnet_registration": dict(registration, addresses=["tw-0.6+udp://x"])})
+    contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
+               "http_allow_insecure 1")
+    page_words = ("tw-0.6+udp://203.0.113.9:8399",)
+
+    def announce(self):
+        """Register, with the token that has come by UDP."""
+        for fields in DDNET_0_6, DDNET_0_6 + "Challenge-Token: %s\r\n":
+            if "%s" in fields:
+                if not self.sent.call_args or not self.is_there:
+                    return
+                fields %= self.sent.call_args[0][0].split(b"\0")[-2].decode()
+            self.by_http(ddnet_request(fields, DDNET_INFO), self.place[0])
+
+
+WORLDS = (IceballWorld, HyperbolWorld, ZoneWorld, FramedAioWorld, OpenArenaWorld, LuantiWorld,
+          DdnetWorld)
+POLLED = [world for world in WORLDS if world.room.answers_queries]
+
+
+def in_each(worlds: Any) -> Any:
+    """For a test that is made in each of these worlds."""
+    def decorate(test):
+        @functools.wraps(test)
+        def run(self):
+            for world in worlds:
+                with self.subTest(world.__name__):
+                    test(self, world)
+        return run
+    return decorate
+
+
+class EveryGame(unittest.TestCase):
+    """What holds for the game server of each game."""
+
+    def test_every_game_has_its_world(self):
+        self.assertEqual([world.room for world in WORLDS], [*ms.GAMES])
+
+    @in_each(WORLDS)
+    def test_packets(self, world):
+        """Each is read, and written from its values."""
+        for form, packet, values in world.packets:
+            self.assertEqual(form.write(**values), packet)
+            fields = form.read_whole(packet)
+            self.assertEqual({name: getattr(fields, name) for name in values}, values)
+            self.assertRaises(ms.Malformed, form.read, packet[:-1])
+            self.assertRaises(ms.Malformed, form.read_whole, packet + b"x")
+
+    @in_each(POLLED)
+    def test_question_and_answer(self, world):
+        """Of the poller, and of `ping`, whose room has no master."""
+        for room in world().here, world.room():
+            target = ms.Target(room, *world.place, ms.NAMED)
+            target.nonce = world.nonce
+            self.assertEqual(room.question(target), world.question)
+            for wrong in world.wrong_answers:
+                self.assertRaises(ms.Malformed, room.read_answer, target, wrong)
+            fields = None
+            for _ in range(3):
+                if fields is None:
+                    question = room.question(target)
+                    fields = room.read_answer(target, world().reply(question))
+            self.assertEqual(fields, world.answered)
+
+    @in_each(WORLDS)
+    def test_listed_while_it_is_there(self, make):
+        world = make()
+        world.leave()
+        world.announce()
+        world.run(100)
+        if make is not FramedAioWorld:          # it is there as long as its connection
+            self.assertEqual((world.servers(), world.poller.targets), ([], {}))
+            self.assertEqual(world.outcome(), make.unheard)
+        world = make()
+        world.announce()
+        for _ in range(10):
+            world.run(20)
+            world.announce()
+            self.assertEqual(world.values(), world.listed)
+            server, = world.servers()
+            self.assertEqual((server.address, server.port), world.place)
+            self.assertEqual((server.room, world.outcome()), (world.room.game, "listed"))
+        world.leave()
+        world.run(400)
+        self.assertEqual((world.servers(), world.poller.targets), ([], {}))
+
+    @in_each(WORLDS)
+    def test_its_list_whole_and_in_pieces(self, make):
+        world = make()
+        world.announce()
+        world.run(2)
+        for question, answer in world.lists:
+            for size in 1, 3, 1 << 30:
+                self.assertEqual(world.ask(question, size), answer, question)
+
+    @in_each(WORLDS)
+    def test_the_list_of_another_master(self, world):
+        """It is fetched, and what it names is found."""
+        for dialect, received in world.fetched:
+            room = world.room()
+            room.dialect = dialect
+            _, entries = converse(room.fetch(), *received)
+            entry, = entries
+            self.assertEqual((entry["address"], entry["port"]), world.place)
+            for name in world.listed.keys() & entry.keys():
+                self.assertEqual(str(entry[name]), str(world.listed[name]), name)
+            if world.room.answers_queries:
+                found = room.found(entry)
+                for name in world.listed.keys() & found.keys() - {"verified"}:
+                    self.assertEqual(found[name], world.listed[name], name)
+
+    @in_each(POLLED)
+    def test_found_servers_are_listed_while_they_answer(self, make):
+        world = make()
+        self.assertIsNotNone(world.find())
+        world.leave()
+        world.run(20)
+        self.assertEqual((world.servers(), world.poller.targets), ([], {}))
+        world.is_there = True
+        self.assertIsNotNone(world.find())
+        world.run(3)
+        server, = world.servers()
+        self.assertEqual(server.found_at, "up.example")
+        self.assertEqual(server.verified == "another list", make in (ZoneWorld, LuantiWorld))
+        world.run(300)
+        self.assertEqual(world.servers(), [server])
+        world.leave()
+        world.run(110)
+        self.assertEqual((world.servers(), world.poller.targets,
+                          list(world.registry.outcomes.things)), ([], {}, []))
+
+    @in_each(POLLED)
+    def test_found_servers_that_announce_themselves(self, make):
+        """Before they were asked, before they have answered, and while they are listed."""
+        for seconds, answers in itertools.product((0, 1, 8), (False, True)):
+            world = make()
+            world.is_there = answers
+            world.find()
+            world.run(seconds)
+            world.is_there = True
+            world.run(1)
+            world.announce()
+            for _ in range(2):
+                world.run(40)
+                server, = world.servers()
+                target, = world.poller.targets.values()
+                self.assertEqual((server.found_at, target.why), ("", ms.ANNOUNCED))
+                self.assertIsNone(world.find())
+            self.assertEqual(world.registry.found.counts, {})
+
+    @in_each((ZoneWorld, LuantiWorld))
+    def test_later_texts_of_the_other_list(self, make):
+        world = make()
+        world.find()
+        world.run(3)
+        world.find(name="Another name")
+        world.run(35)
+        server, = world.servers()
+        self.assertEqual((server.name, server.verified, server.found_at),
+                         ("Another name", "another list", "up.example"))
+
+    def restart(self, before, as_row=False):
+        """The world after a restart, with what was listed."""
+        after = type(before)()
+        server, = before.servers()
+        row = ms.listed_row(server, 0.0, ms.ROOMS)
+        fields = dict(row.fields)
+        if as_row:                      # as the first version stored them
+            fields = [fields.get(name) for name in ms.FIRST_FIELDS]
+        row = ms.read_row(row._replace(fields=json.dumps(fields)))
+        restored = ms.restored_server(row, 0.0, before.now, ms.ROOMS)
+        self.assertFalse(restored.confirmed)
+        after.registry.insert(restored)
+        after.here.resume(restored)
+        return after
+
+    @in_each(WORLDS)
+    def test_after_a_restart(self, make):
+        """Who was listed stays if it is still there, whether it has announced itself or not."""
+        for is_found, as_row in itertools.product((False, True), (False, True)):
+            before = make()
+            if is_found and not make.room.answers_queries:
+                continue
+            before.find() if is_found else before.announce()
+            before.run(3)
+            (server,), values = before.servers(), before.values()
+            after = self.restart(before, as_row)
+            restored, = after.servers()
+            self.assertEqual((after.values(), restored.found_at, restored.room),
+                             (values, server.found_at, server.room))
+            self.assertEqual(make.room.stored(restored), make.room.stored(server))
+            for _ in range(5):
+                if not is_found:
+                    after.announce()
+                after.run(10)
+            restored, = after.servers()
+            self.assertTrue(restored.confirmed)
+            self.assertEqual(after.values(), values)
+            after.leave()
+            after.run(400)
+            self.assertEqual(after.servers(), [])
+
+    @in_each(WORLDS)
+    def test_stored_values(self, world):
+        restored = world.room.restored(json.loads(json.dumps(world.private)))
+        stored = world.room.stored(SimpleNamespace(private=restored))
+        again = world.room.restored(json.loads(json.dumps(stored)))
+        for name, value in world.private.items():
+            self.assertTrue(stored[name])
+            self.assertEqual(again[name], restored[name])
+        for bad in world.bad_private:
+            self.assertRaises(ms.Malformed, world.room.restored, bad)
+        for value in 5, None, [], "x", {"port": []}:
+            for name in world.private:
+                with contextlib.suppress(ms.Malformed):
+                    world.room.restored({name: value})
+
+    @in_each(WORLDS)
+    def test_from_another_master_of_the_group(self, world):
+        """What that one has heard later replaces what this one knew."""
+        new = SimpleNamespace(private=world.room.restored(world.private))
+        old = SimpleNamespace(private={
+            name: attribute.default for name, attribute in world.room.private.items()})
+        taken = world.room.taken_over(old, new)
+        for name, attribute in world.room.private.items():
+            from_whom = new if attribute.read and not attribute.is_own else old
+            self.assertEqual(taken[name], from_whom.private[name], name)
+
+    @in_each(WORLDS)
+    def test_refused(self, make):
+        """A ban, a name, a full list: it is not listed, and /check says why."""
+        name = make.listed["name"]
+        for outcome, settings in (
+                ("banned", {"bans__203.0.113.0/24": "cheats"}),
+                ("name", {"server__refuse_names": re.escape(name)}),
+                ("limit", {"limits__servers": "1"})):
+            world = make(**settings)
+            if outcome == "limit":
+                world.registry.list_or_refresh(
+                    ("mygame", "198.51.100.1", 5), "198.51.100.1", 0.0, 1e6, {})
+            for _ in range(3):
+                world.announce()
+                world.run(2)
+            listed = [server.name for server in world.servers()]
+            if make is FramedAioWorld and outcome == "name":
+                # A connected server does not leave because of what somebody may have forged
+                self.assertEqual(listed, ["203.0.113.9:27010"])
+                continue
+            self.assertEqual((outcome, listed), (outcome, []))
+            self.assertEqual(world.outcome(), outcome)
+
+    @in_each(world for world in WORLDS if world.named)
+    def test_named_in_the_ini(self, make):
+        world = make(**make.named)
+        world.run(40)
+        server, = world.servers()
+        self.assertEqual((server.responding, server.pinned), (True, True))
+        world.leave()
+        world.run(200)
+        server, = world.servers()
+        self.assertEqual((server.responding, server.players), (False, 0))
+
+    @in_each(world for world in WORLDS if world.room.announced_over)
+    def test_announced_by_this_program(self, make):
+        """Until it says farewell; and not where it is banned."""
+        for dialect, banned in itertools.product(make.room.dialects or ("",), (False, True)):
+            world = make(**({"bans__203.0.113.0/24": "cheats"} if banned else {}))
+            self.keep_announced(world, dialect, banned)
+
+    def keep_announced(self, world, dialect, banned):
+        address, port = world.place
+        room = world.room()
+        room.dialect = dialect
+        server = ms.Server(world.room.game, "", port, "", 0.0, math.inf, name="Name", players=3,
+                           max_players=9)
+        if room.answer:
+            world.reply = lambda packet: room.answer(server, packet)
+        session = world.here.session(address, world.now) if room.announced_over == "tcp" else None
+
+        def sent(step):
+            """What comes back for it."""
+            if not step.data:
+                return []
+            if room.announced_over == "http":
+                request = http_request(
+                    step.path, "Content-Type: application/json",
+                    "Content-Length: %d" % len(step.data), method="POST", body=step.data)
+                status, _, body, _ = split_response(world.by_http(request, address))
+                return [ms.HttpAnswer(status, body)]
+            if session:
+                return [feed(session, step.data, now=world.now)]
+            received = []
+            for data, to in deliver(world.here, step.data, (address, 40000), world.now):
+                answer = room.answer and room.answer(server, data)
+                if answer:
+                    world.deliver(answer, to)
+                else:
+                    received.append(data)
+            return received
+
+        steps, outcome = [], ""
+        for _ in range(3):              # a conversation ends if the server is not listed yet
+            conversation = room.announce(server)
+            steps.append(next(conversation))
+            try:
+                for _ in range(4):
+                    for data in sent(steps[-1]) or [None]:
+                        if data != b"":
+                            steps.append(conversation.send(data))
+                    world.run(5)
+            except OSError:
+                world.run(5)
+            except ms.MasterRefused as refused:
+                outcome = str(refused)
+        listed = [(one.name, one.port, one.players) for one in world.servers()]
+        if banned:
+            self.assertEqual(listed, [])
+            self.assertTrue(outcome or not steps[-1].accepted or room.announced_over == "udp")
+            return
+        self.assertEqual((outcome, listed), ("", [("Name", port, 3)]))
+        self.assertTrue(any(step.accepted for step in steps))
+        farewell = room.farewell(server)
+        if farewell:
+            sent(ms.Send(farewell, 1.0, "/announce"))
+            self.assertEqual(world.servers(), [])
+
+    @in_each(WORLDS)
+    def test_pages(self, make):
+        """The list, the server's page with its facts, /check, and the line for operators."""
+        world = make()
+        world.announce()
+        world.run(3)
+        entry, = json.loads(world.get("/servers.json?game=" + world.id))["servers"]
+        address, port = world.place
+        for name, value in make.listed.items():
+            if name in entry and name != "room":
+                self.assertEqual(entry[name], value, name)
+        self.assertEqual((entry["game"], entry["address"], entry["port"]),
+                         (world.id, address, port))
+        name = make.listed["name"]
+        place = "game=%s&address=%s&port=%d" % (world.id, address, port)
+        for path, words in (("/", (name,)), ("/server?" + place, (name, *make.page_words)),
+                            ("/check?address=%s" % address, (str(port),))):
+            page = html.unescape(world.get(path).decode())
+            for word in words:
+                self.assertIn(word, page, path)
+        line = make.room.contact.line % {
+            "host": "m.example", "port": make.room.master_port, "game": make.room.game,
+            "page": "m.example:27790"}
+        self.assertEqual(line, make.contact)
+        self.assertEqual(ms.GAME_TITLES[make.room.game], make.room.title)
+
+    @in_each(WORLDS)
+    def test_settings(self, world):
+        """Each is in the ini, under the game's own section."""
+        text = ms.config_text()
+        self.assertTrue(world.room.settings)
+        for setting in world.room.settings:
+            section, _, key = setting.name.partition(".")
+            self.assertEqual(section, world.room.game)
+            self.assertRegex(text, r"(?ms)^\[%s\]$.*^#? ?%s =" % (section, key))
 
 
 class FoundServersTest(unittest.TestCase):
-    """In every game: what another list names is asked, listed, and left, as it answers."""
-
-    worlds = FoundQuake3, FoundHyperbol, FoundZone, FoundAio, FoundLuanti
-
-    def test_listed_once_it_answers_and_gone_when_it_does_not(self):
-        for make in self.worlds:
-            world = make()
-            with self.subTest(make.__name__):
-                self.assertIsNotNone(world.find())
-                world.run(20, answers=False)
-                self.assertEqual((world.servers(), world.poller.targets), ([], {}))
-                self.assertIsNotNone(world.find())
-                world.run(3)
-                name, verified, players = world.listed
-                self.assertEqual(world.servers(), [(name, verified, "up.example", players)])
-                world.run(300)
-                self.assertEqual(len(world.servers()), 1)
-                world.run(110, answers=False)
-                self.assertEqual((world.servers(), world.poller.targets,
-                                  list(world.registry.outcomes.things)), ([], {}, []))
-
-    def test_its_own_once_it_announces_itself(self):
-        """Before it was asked, before it has answered, and while it is listed."""
-        for make, seconds, answers in itertools.product(
-                self.worlds, (0, 1, 100), (False, True)):
-            world = make()
-            with self.subTest(make.__name__, seconds=seconds, answers=answers):
-                world.find()
-                world.run(min(seconds, 8) if not answers else seconds, answers)
-                world.announce()
-                world.run(40)
-                (_, _, found_at, _), = world.servers()
-                target, = world.poller.targets.values()
-                self.assertEqual((found_at, target.why), ("", ms.ANNOUNCED))
-                self.assertIsNone(world.find())
-                world.run(40)
-                (_, _, found_at, _), = world.servers()
-                self.assertEqual((found_at, world.registry.found.counts), ("", {}))
-
-    def test_later_texts_of_the_other_list(self):
-        for make in FoundZone, FoundLuanti:
-            world = make()
-            world.find()
-            world.run(3)
-            world.find(name="Another name")
-            world.run(35)
-            (name, verified, found_at, _), = world.servers()
-            self.assertEqual((name, verified, found_at),
-                             ("Another name", "another list", "up.example"))
-        server, = FoundServersTest.zone_after(40).registry.servers()
-        self.assertEqual(server.details, {"scores": "yes", "arenas": ARENAS_TEXT})
-
-    @staticmethod
-    def zone_after(seconds):
-        world = FoundZone()
-        world.find()
-        world.run(seconds)
-        return world
+    """What holds for some games alone."""
 
     def test_an_update_of_a_luanti_server_that_only_another_list_has_named(self):
         """It cannot build on what that list said, nor be believed without a probe."""
-        world = FoundLuanti()
+        world = LuantiWorld()
         world.find()
         world.run(3)
         update = json.loads(LUANTI_UPDATE)
         with self.assertRaises(ms.Refused):
-            world.protocol.announced(
+            world.here.announced(
                 *world.place, {"action": "update", "port": 36302, "clients": 1}, world.now)
-        world.protocol.announced(*world.place, {**update, "name": "New"}, world.now)
-        self.assertEqual(world.servers()[0][0], world.listed[0])
+        world.here.announced(*world.place, {**update, "name": "New"}, world.now)
+        self.assertEqual(world.values()["name"], world.listed["name"])
         world.run(3)
-        self.assertEqual(world.servers()[0][:3], ("New", "query", ""))
+        server, = world.servers()
+        self.assertEqual((server.name, server.verified, server.found_at), ("New", "query", ""))
 
-    def test_after_a_restart(self):
-        """What was listed is polled on, and the texts of the other list stay."""
-        for make in self.worlds:
-            before, after = make(), make()
-            before.find()
-            before.run(3)
-            server, = before.registry.servers()
-            row = ms.listed_row(server, 0.0, ms.ROOMS)
-            restored = ms.restored_server(row, 0.0, before.now, ms.ROOMS)
-            after.registry.insert(restored)
-            after.protocol.resume(restored)
-            shown = after.servers()
-            after.run(60)
-            with self.subTest(make.__name__):
-                self.assertEqual((shown, after.servers()), (before.servers(),) * 2)
-                self.assertTrue(after.registry.servers()[0].confirmed)
-                after.run(120, answers=False)
-                self.assertEqual(after.servers(), [])
+    def test_the_details_of_a_zone(self):
+        """Some come from the list, others from its answers."""
+        world = ZoneWorld()
+        world.find()
+        world.run(40)
+        server, = world.servers()
+        self.assertEqual(server.details, {"scores": "yes", "arenas": ARENAS_TEXT})
 
     def test_a_text_of_aio_that_takes_over_is_polled_no_more(self):
-        world = FoundAio()
+        world = FramedAioWorld()
         world.find()
         world.run(3)
-        feed(world.protocol.session(world.source, world.now), AIO_TEXT)
-        self.assertEqual((world.servers()[0][:3], world.poller.targets),
-                         (("N", "connection", ""), {}))
+        feed(world.here.session(world.place[0], world.now), AIO_TEXT)
+        server, = world.servers()
+        self.assertEqual((server.name, server.verified, server.found_at, world.poller.targets),
+                         ("N", "connection", "", {}))
 
 
 # --- It holds against noise ----------------------------------------------------------------------
 
 NASTY_BYTES = b"\0\1\x7f\x80\xff\r\n #%&=:;/[]{}\"'<>0-"
-FULL_TEXTS = announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)
+NOT_LISTED = ms.Malformed, ms.Refused, ms.Limited      # what the event loop takes from a protocol
+# SubSpace's list port: what players send
+ZONE_LIST_PACKETS = (
+    CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"), hexa("0007"),
+    hexa("000e 06 0005 01020304 06 0004 00000000"),
+    hexa("0003 00000000 000a 20000000 01") + bytes(31))
 
 
 def protocols_of(core):
-    """All that the program has, by the names of their classes."""
+    """All that the program has, by the names of their classes; rooms first."""
+    with_rooms(core)
+    ports = [port.make(room) for room in core.rooms.values() for port in room.ports]
     return {type(protocol).__name__: protocol
-            for protocol in [row.make(core) for row in ms.PROTOCOLS]}
-
-
-def game_server_answers(packet):
-    """What game servers send back to what a master sends them."""
-    identity = packet[1:5]
-    if packet[:4] == b"MSOK":
-        return [b"HSHK" + packet[4:]]
-    if packet[:12] == OUT + b"getinfo ":
-        return [info(packet[12:])]
-    if packet == b"\0":
-        return [zlib.compress(AIO_ANSWER)]
-    if packet == LUANTI_PROBE:
-        return [LUANTI_PROBED]
-    if packet[:1] == b"\2" and len(packet) > 5:
-        return [b"\3" + identity + b"\1My server\0", b"\4" + identity + b"\1\5\0\0\0",
-                b"\5" + identity]
-    if packet[:1] == b"\2" and len(packet) == 5:
-        return [hyperbol_reply(o1=identity)]
-    return [asss(packet)] if len(packet) == 4 or packet[4:] in (b"\3\0\0\0", b"\2\0\0\0") else []
+            for protocol in [*core.rooms.values(), *ports, ms.Web(core), core.poller]}
 
 
 class FuzzTest(unittest.TestCase):
-    """But for Malformed and Limited no exception escapes, whatever comes, whole or in pieces."""
+    """But for Malformed, Refused and Limited no exception escapes, whatever comes, whole or in
+    pieces."""
 
-    # By what reads them: each protocol, a type of body for POST /announce, the database
-    SAMPLES = {
-        "Iceball": (CAPTURED, FULL_TEXTS, hexa("4853484b 8a850c03"), hexa("01 0100 0151 00"),
-                    hexa("06")),
-        "SubSpace": (ZONE_PACKET, zone_packet(name=b"\x80" * 32), PING_TIME, BOTH),
-        "SubSpaceList": (
-            CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"), hexa("0007"),
-            hexa("000e 06 0005 01020304 06 0004 00000000"),
-            hexa("0003 00000000 000a 20000000 01") + bytes(31)),
-        "Poller": (hyperbol_reply(), SHORT, BOTH, AIO_ANSWER),
-        "Hyperbol": (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4)),
-        "Quake3": (HEARTBEAT, OUT + b"heartbeat DarkPlaces\n", info(b"AbCdEf-_"),
-                   OUT + b"getservers 71 empty full\n",
-                   OUT + b"getserversExt Quake3Arena 71 ipv4 ipv6 empty full"),
-        "Aio": (AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
-                b"13#Name [3/8]#D#203.0.113.7#27010#%12#%", b"SET_IP#203.0.113.7#%\n",
-                AIO_FRAMED + AIO_KEEPALIVE + hexa("01000000 02 01000000 01"),
-                hexa("0b000001 789c636eca0400017900ef"), *AIO_LISTS),
+    # By what reads them: a protocol, a type of body for POST /announce, or the database
+    SAMPLES: Dict[str, Any] = {
+        **{world.room.__name__: tuple(itertools.chain.from_iterable(
+            packets for _, packets, _ in world.requests)) for world in WORLDS if world.requests},
+        **{world.room.__name__: world.connections for world in WORLDS if world.connections},
+        **{kind: bodies for world in WORLDS for kind, bodies in world.bodies.items()},
+        "SubSpaceList": ZONE_LIST_PACKETS,
+        "Poller": tuple(world().reply(world.question) for world in POLLED),
         "Web": (b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n",
                 b"GET /?name=a%FFb&players_min=3 HTTP/1.0\r\n\r\n",
                 b'GET /servers.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: "x", W/"y"\r\n\r\n',
@@ -6339,31 +6861,34 @@ class FuzzTest(unittest.TestCase):
         "application/json": (
             b'{"game":"hyperbol","port":27888,"name":"\\ud83d\\u0000","version":1.5e3}',
             b'{"game":"subspace","port":5000,"name":"Z\\ud800","description":"d"}'),
-        "multipart/form-data": (luanti_body(LUANTI_START), luanti_body(LUANTI_DELETE)),
         "a stored row": (
-            b'["S","m","map","1",1,9,null,"d",0,"query",true,{},"203.0.113.9",false,%s]'
-            % LUANTI_STORED,
+            *(json.dumps({"name": "S", "verified": "query", "source": "203.0.113.9",
+                          **world.private}).encode() for world in WORLDS),
             b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
-            b'["S","m","map","1",1,9,null,"d",0,"handshake",true,{},"203.0.113.9",false,{},{},"",'
-            b'{"info":%s,"serial":0,"secret":"0123456789abcdef0123456789abcdef",'
-            b'"addresses":["tw-0.6+udp://203.0.113.9:8399"]}]' % json.dumps(
-                DDNET_INFO.decode()).encode(),
             b"[" * 4000)}
-    # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
-    MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
-                "waiting", "by_source", "altered", "gamenames_by_tag", "caches", "scheme_fields"}
+    # One for each route, list or game; what the disk thread takes; senders, up to a number
+    MAY_STAY = {("Web", "request_counts"), ("Web", "room_lists"), ("Registry", "games"),
+                ("Registry", "altered"), ("Iceball", "senders")}
+
     def setUp(self):
         self.chance = random.Random(20)
+        self.tokens = {}                # of the last challenge to each address
         self.core = make_core(games__mygame="My Game", limits__requests="100000",
                               limits__datagrams="100000", limits__servers="300")
-        self.tokens = {}                # of the last challenge to each address
-        self.core = self.core._replace(send=lambda data, peer: self.tokens.update(
-            {peer[0]: data.split(b"\0")[-2]}))
+        self.core.send = lambda data, peer: self.tokens.update({peer[0]: data.split(b"\0")[-2]})
         self.protocols = protocols_of(self.core)
+        self.sizes_at_start = self.sizes()
+        self.worlds = {world.room.__name__: world() for world in WORLDS}
         self.sessions = []
         self.now = 0.0
         self.here = None                # whose input it is; None: nobody is there any more
+
+    def sizes(self):
+        """Of what protocols and the registry keep."""
+        return {(type(thing).__name__, name): len(value)
+                for thing in (*self.protocols.values(), self.core.registry)
+                for name, value in vars(thing).items() if isinstance(value, (dict, list, set))}
 
     def mutated(self, data):
         """Cut, repeated, with noise in it."""
@@ -6380,13 +6905,15 @@ class FuzzTest(unittest.TestCase):
 
     def datagrams(self, name, replies, depth=3):
         """What the receivers of a protocol's replies answer, and so on."""
+        worlds = [self.worlds[name]] if name in self.worlds else self.worlds.values()
         for packet, place in replies if depth and self.here else ():
-            for answer in game_server_answers(packet):
+            for world in worlds:
+                answer = world.reply(packet)
                 answer = self.chance.choice((answer, self.mutated(answer)))
                 self.datagram(name, answer, place, depth - 1)
 
     def datagram(self, name, data, peer, depth=3):
-        with contextlib.suppress(ms.Malformed, ms.Limited):
+        with contextlib.suppress(*NOT_LISTED):
             replies = self.protocols[name].datagram(data, peer, self.now)
             self.datagrams(name, replies, depth)
 
@@ -6403,7 +6930,7 @@ class FuzzTest(unittest.TestCase):
             if name == "Web":
                 out += session.tick(self.now + 60.0)
                 self.assertTrue(session.done)
-        except ms.Malformed:
+        except NOT_LISTED:
             session.done = True
         while name == "Web" and out and not data.startswith(b"HEAD"):
             out = split_response(out)[3]            # each is whole
@@ -6413,16 +6940,19 @@ class FuzzTest(unittest.TestCase):
 
     def stored_row(self, data):
         """What noise in the database makes of a listed server."""
-        row = ("mygame", self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
+        row = (self.chance.choice(("mygame", "openarena", *self.core.rooms)),
+               self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
                self.chance.choice((1, 65535, 0, -5, 1 << 40)), 99.0, 0.0, 9.0,
                data.decode("utf-8", "replace"))
         registry = self.core.registry
-        with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
-            server = ms.restored_server(ms.read_row(row), self.now, 10.0, ms.ROOMS)
+        with contextlib.suppress(*NOT_LISTED, TypeError, ValueError, RecursionError):
+            row = ms.read_row(row)
+            server = ms.restored_server(row, self.now, 10.0, self.core.rooms)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
-                registry.insert(server)
-                json.dumps(ms.listed_row(server, 0.0, ms.ROOMS).fields)
+                json.dumps(ms.listed_row(server, 0.0, self.core.rooms).fields)
+                if server.game == "mygame":
+                    registry.insert(server)
 
     def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
@@ -6436,6 +6966,9 @@ class FuzzTest(unittest.TestCase):
     def tick(self):
         self.now += 1.0
         self.core.registry.expire(self.now)
+        for event, server in changes_of(self.core.registry):
+            if event == "gone" and server.room in self.core.rooms:
+                self.core.rooms[server.room].gone(server)
         for name, protocol in self.protocols.items():
             self.datagrams(name, protocol.tick(self.now) or ())
         for session in self.sessions:
@@ -6453,14 +6986,12 @@ class FuzzTest(unittest.TestCase):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
-        b"".join(ms.list_pieces(self.protocols["SubSpace"].rendered("zones", self.now), 0))
-        self.connection("Hyperbol", b"KEY!" + bytes(4))
-        for request in AIO_LISTS:
-            self.connection("Aio", request)
+        for room in self.core.rooms.values():
+            for name in room.lists():
+                room.rendered(name, self.now)
 
     def test_noise(self):
-        # Luanti's packets are those of "multipart/form-data"
-        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})
+        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})   # that is by HTTP
         games = set()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -6482,25 +7013,22 @@ class FuzzTest(unittest.TestCase):
                     pieces = self.SAMPLES["Ddnet"][0], self.SAMPLES["Ddnet"][2]
                 for piece in pieces:
                     self.connection("Web", piece.replace(b"2ffa794f", self.here[0].encode()))
-            elif isinstance(self.protocols[name], ms.UdpProtocol):
-                self.datagram(name, data, self.here)
-            else:
+            elif hasattr(self.protocols[name], "session"):
                 self.connection(name, data)
-            for room, packet in itertools.product(ms.GAMES, (data, zlib.compress(data))):
-                if room.answers_queries:
-                    target = ms.Target(room(), *self.here, ms.NAMED)
-                    with contextlib.suppress(ms.Malformed):
-                        target.room.question(target)
-                        target.room.read_answer(target, packet)
+            else:
+                self.datagram(name, data, self.here)
+            for world, packet in itertools.product(POLLED, (data, zlib.compress(data))):
+                target = ms.Target(world.room(), *self.here, ms.NAMED)
+                with contextlib.suppress(ms.Malformed):
+                    target.room.question(target)
+                    target.room.read_answer(target, packet)
             if number % 100 == 0:
                 self.settings(os.path.join(folder.name, "fuzz.ini"))
                 self.tick()
-                games.update(server.game for server in self.core.registry.servers())
+                games.update(server.room or server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
                 self.lists()
-        self.assertLessEqual({protocol.game or "mygame"
-                              for protocol in self.protocols.values()} - {"quake3"}
-                             | {"openarena"}, games)
+        self.assertEqual(games, {"mygame", *self.core.rooms})
         self.here = None                                # everybody goes
         for session in self.sessions:
             session.closed(self.now)
@@ -6508,12 +7036,8 @@ class FuzzTest(unittest.TestCase):
         for _ in range(600):
             self.tick()
         self.assertEqual(self.core.registry.servers(), [])
-        left = {name for thing in (*self.protocols.values(), self.core.registry)
-                for name, value in vars(thing).items()
-                if isinstance(value, (dict, list, set)) and value}
-        self.assertLessEqual(left, self.MAY_STAY)
-        for protocol in self.protocols.values():
-            self.assertFalse(any(getattr(protocol, "caches", {}).values()))
+        self.assertEqual({name for name, size in self.sizes().items()
+                          if size > self.sizes_at_start.get(name, 0)} - self.MAY_STAY, set())
 
 
 class AmplificationTest(unittest.TestCase):
@@ -6522,63 +7046,42 @@ class AmplificationTest(unittest.TestCase):
 
     PEER = "203.0.113.9", 5000
     # Before anything is acknowledged
-    LIST_BYTES = len(ms.LINK_WAITS_S) * (ms.LINK_CHUNK_BYTES + 12)
+    LIST_BYTES = int(ms.LINK_IDLE_S + 1) * (ms.LINK_CHUNK_BYTES + 12)
     # Of every type that any document has: a name, the port, the datagrams that make the request,
     # and how many bytes more than it has the answers may have, and do have
     REQUESTS = (
-        ("announcement", "Iceball", [CAPTURED], 0),
-        ("all texts full", "Iceball", [FULL_TEXTS], 7),
-        ("heartbeat version", "Iceball", [announcement(hbversion=3)], 0),
-        ("its shortest", "Iceball", [announcement(hbversion=3)[:10]], 0),
-        ("length", "Iceball", [CAPTURED + b"x"], 0),
-        ("no versions", "Iceball", [b"1CEB\2"], 0),
-        ("forged cookie", "Iceball", [b"HSHK" + bytes(80)], 0),
-        ("request id", "Iceball", [hexa("01 0100 0151 00")], 13),
-        ("request id, version", "Iceball", [hexa("01 0200")], 0),
-        ("fields", "Iceball", [hexa("03 01020304 01 4100"), hexa("04 01020304 01 05000000"),
-                               hexa("05 01020304")], 0),
-        ("other types", "Iceball", [hexa("02 01020304"), hexa("06"), b"\xff"], 0),
-        ("ping of 4", "SubSpace", [PING_TIME], 4),
-        ("ping of 8", "SubSpace", [PING_TIME + bytes(4)], 0),
-        ("ping, total", "SubSpace", [PING_TIME + hexa("01000000")], 8),
-        ("ping, arenas", "SubSpace", [PING_TIME + hexa("02000000")], 504),
-        ("other sizes", "SubSpace", [b"", b"x", bytes(6), bytes(94), bytes(481)], 0),
-        ("zone", "SubSpace", [ZONE_PACKET], 0),
-        ("shortest zone", "SubSpace", [zone_packet(name=b"Z", description=b"\0")], 0),
+        *((name, world.room.__name__, packets, most)
+          for world in WORLDS for name, packets, most in world.requests),
         ("connect", "SubSpaceList", [CONNECT] * 20, 0),
         ("list", "SubSpaceList", [CONNECT, REQUEST], LIST_BYTES),
         ("list, again and again", "SubSpaceList", [CONNECT, REQUEST] * 20, LIST_BYTES),
         ("no connect", "SubSpaceList", [REQUEST, hexa("0007")], 0),
         ("sync", "SubSpaceList", [CONNECT, hexa("0005 01020304")], 4),
-        ("heartbeat", "Quake3", [HEARTBEAT], 0),
-        ("heartbeat that is listed", "Quake3", [OUT + b"heartbeat DarkPlaces\n"] * 20, 0),
-        ("unknown tag", "Quake3", [OUT + b"heartbeat x\n"], 0),
-        ("infoResponse", "Quake3", [info(b"AbCdEf-_")], 0),
-        ("getservers", "Quake3", [OUT + b"getservers 71 empty\n"], 114),
-        ("getserversExt", "Quake3", [OUT + b"getserversExt Quake3Arena 71 empty full"], 94),
-        ("an answer nobody asked for", "Poller", [bytes(8), hyperbol_reply()], 0))
+        *(("an answer to " + world.__name__, "Poller", [world().reply(world.question)], 0)
+          for world in POLLED))
 
     def start(self):
         self.core = make_core()
-        for number in range(60):
-            address = "198.51.100.%d" % number
-            self.core.registry.list_or_refresh(
-                (("iceball", "hyperbol", "subspace", "aio")[number % 4], address,
-                 1000), address, 0.0,
-                1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
-        for number in range(15):
-            address = "198.51.100.%d" % (100 + number)
-            self.core.registry.list_or_refresh(("openarena", address, 1000), address, 0.0, 1e6, {
-                "version": "71", "details": {"gamename": "Quake3Arena"}})
         self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
-                          if isinstance(protocol, ms.UdpProtocol)}
+                          if hasattr(protocol, "datagram")}
+        for number in range(75):
+            room = list(self.core.rooms.values())[number % 5]
+            address = "198.51.100.%d" % number
+            fields = {"name": "A listed server", "description": "x" * 80, "players": 9,
+                      "room": room.game,
+                      "private": {name: one.default for name, one in room.private.items()}}
+            game = room.game
+            if game == "quake3":
+                game = "openarena"
+                fields.update(version="71", details={"gamename": "Quake3Arena"})
+            self.core.registry.list_or_refresh((game, address, 1000), address, 0.0, 1e6, fields)
 
     def surplus(self, name, packets, peer=PEER, seconds=0):
         """How many bytes more go to the source than came from it, repetitions and queries of the
         next seconds too."""
         sent = []
         for data in packets:
-            with contextlib.suppress(ms.Malformed, ms.Limited):
+            with contextlib.suppress(*NOT_LISTED):
                 sent += self.protocols[name].datagram(data, peer, 10.0)
         for second in range(seconds):
             for protocol in self.protocols.values():
@@ -6643,7 +7146,7 @@ class AmplificationTest(unittest.TestCase):
                     break
                 data, sender, receiver = talk.popleft()
                 now += 0.25                         # slow enough for every other limit
-                with contextlib.suppress(ms.Malformed, ms.Limited):
+                with contextlib.suppress(*NOT_LISTED):
                     talk.extend((reply, receiver, to) for reply, to in places[receiver].datagram(
                         data, sender, now) if to in places)
             self.assertFalse(talk, (name, source, place))
@@ -8691,8 +9194,8 @@ class DdnetTest(WebCase):
         """By source and in all. Who is listed stays, with his old info; small ones always fit."""
         large = ddnet_info(x="y" * 32_000)
 
-        def status(port, body=DDNET_INFO, source=self.HERE):
-            (status, message), _ = self.register(self.other(port), body, source, 20.0)
+        def status(port, body=DDNET_INFO, source=self.HERE, now=10.0):
+            (status, message), _ = self.register(self.other(port), body, source, now)
             self.assertEqual("too large together" in message, status == 429)
             return status
 
@@ -8701,18 +9204,19 @@ class DdnetTest(WebCase):
         for port, body, source, expected in (
                 (9000, large, self.HERE, 200),          # instead of one as large
                 (9100, large, self.HERE, 429), (9101, DDNET_INFO, self.HERE, 200),
-                (9101, large, self.HERE, 429), (9102, large, "203.0.113.10", 200),
                 (9101, large, self.HERE_6, 429),        # it counts for the same source
-                (9000, DDNET_INFO, self.HERE, 200)):
+                (9102, large, "203.0.113.10", 200)):
             self.assertEqual(status(port, body, source), expected, port)
+        self.assertEqual(status(9101, large, now=20.0), 429)
         server = self.registry.get("ddnet", self.HERE, 9101)
         self.assertEqual((server.last_seen, self.ddnet.registration(server)["info"]),
                          (20.0, ms.read_ddnet_info(DDNET_INFO)))
+        self.assertEqual(status(9000, now=20.0), 200)
         self.tick(20.0)                     # a smaller info has given its bytes back
-        self.assertEqual([status(9101, large), status(9000, large)], [200, 429])
+        self.assertEqual([status(port, large, now=20.0) for port in (9101, 9000)], [200, 429])
         self.ddnet.large_bytes.total = ms.DDNET_LARGE_BYTES
-        self.assertEqual([status(9103, body, "203.0.113.11") for body in (large, DDNET_INFO)],
-                         [429, 200])
+        self.assertEqual([status(9103, body, "203.0.113.11", 20.0)
+                          for body in (large, DDNET_INFO)], [429, 200])
 
     def test_repetitions_are_not_parsed(self):
         """Nor limited: the same bytes from the same address, as long as nothing about the server
@@ -8832,14 +9336,12 @@ class DdnetTest(WebCase):
         self.assertEqual(self.ddnet.player_names(server), ["<ann> (C&A)", "bob", "eve"])
 
     def test_the_list_of_another_master(self):
-        body = b'{"servers":[{"addresses":["%s"],"location":"eu","info":%s}]}' % (
-            self.URLS[2].encode(), ddnet_info(clients=[ddnet_client()]))
-        (step,), servers = converse(ms.Ddnet().fetch(), ms.HttpAnswer(200, body))
-        self.assertEqual((step.path, list(servers)), (ms.DDNET_SERVERS, [{
-            "address": self.HERE_6, "port": 8399, "name": 'Te st "ü" <b>', "players": 1,
-            "mode": "TestDDraceNetwork", "map": "Tutorial", "version": "0.6.4, 16.4",
-            "max_players": 64}]))
-        entry = json.loads(body)["servers"][0]
+        """Those who play are counted."""
+        entry = {"addresses": self.URLS[2:], "location": "eu", "info": json.loads(ddnet_info(
+            clients=[ddnet_client(), ddnet_client(is_player=False)]))}
+        server = ms.read_ddnet_entry(entry)
+        self.assertEqual([server[name] for name in ("address", "port", "name", "players")],
+                         [self.HERE_6, 8399, 'Te st "ü" <b>', 1])
         for wrong in ("x", {}, {**entry, "addresses": []}, {**entry, "addresses": ["x"]},
                       {**entry, "info": {}}, {**entry, "info": {**entry["info"], "clients": 5}}):
             self.assertRaises(ms.Malformed, ms.read_ddnet_entry, wrong)
@@ -13059,30 +13561,6 @@ class Announcing(unittest.TestCase):
         eventually(lambda: before.issuperset(threading.enumerate()))
         self.assertEqual(len([line for line in logs.output if line.endswith(": announced")]), 1)
 
-    @mock.patch.object(ms, "TICK_S", 0.1)
-    def test_each_game_is_listed_by_this_program(self):
-        fields = {"name": "Name", "players": 3, "max_players": 9}
-        with mock.patch.object(ms, "log"), contextlib.ExitStack() as stack, \
-                master(iceball__port="0", subspace__port="0", aio__port="0", http__ports="0",
-                       hyperbol__port="0", games__mygame="Mine") as server:
-            ports = {listener.protocol: listener.port for listener in server.listeners}
-            rows = []
-            for game, protocol, offset, dialect in (
-                    ("iceball", "iceball", 0, ""), ("subspace", "subspace", -1, ""),
-                    ("hyperbol", "http", 0, ""), ("mygame", "http", 0, ""),
-                    ("aio", "aio", 0, "text"), ("aio", "aio", 0, "framed")):
-                place = "127.0.0.1:%d" % (ports[protocol] + offset)
-                port = free_port()          # a zone is pinged on the next one
-                stack.enter_context(ms.Announcement(game, port, place, dialect, **fields))
-                rows.append((game, port, "Name", 3))
-            eventually(lambda: sorted(
-                (found.game, found.port, found.name, found.players)
-                for found in server.registry.servers()) == sorted(rows))
-            stack.close()
-            # Who has a way to sign off has done so
-            eventually(lambda: {found.game for found in server.registry.servers()}
-                       == {"iceball", "subspace"})
-
     def test_wrong_arguments(self):
         usual = {"game": "iceball", "port": 1, "masters": "m"}
         for wrong in (
@@ -13399,7 +13877,6 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
-HBSL = b"HBSL" + hexa("efbeadde 07000000")          # key, and the players on all servers
 # What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
 # and their maximum, map, flags, version, players of each faction, skill
 HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
