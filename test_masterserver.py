@@ -15174,13 +15174,49 @@ class ProjectTest(unittest.TestCase):
 
     def test_a_game_has_one_word_and_a_title(self):
         """So that `[games]` cannot have another game by it, and every list finds it."""
-        for row in ms.PROTOCOLS:
-            game = row.make(make_core()).game
-            if game:
-                self.assertEqual(row.name, game)
-                self.assertIn(row.setting.partition(".")[0], (game, ""))
-                self.assertIn(game, ms.GAME_TITLES)
-                self.assertRaises(ValueError, ms.read_own_game_id, game)
+        for room in ms.GAMES:
+            self.assertEqual(ms.GAME_TITLES[room.game], room.title)
+            self.assertRaises(ValueError, ms.read_own_game_id, room.game)
+
+    # Sections and texts, or beginnings of sentences, that may name a game
+    MAY_NAME_A_GAME = (
+        (3, "TCP ports of the page and the lists. Iceball looks"),      # help
+        (3, "Send news of these games only, by their ids"),
+        (3, "aio.text_greeting_after"), (3, "aio.dialects"),            # former settings
+        (6, "luanti_announcement"), (6, "ddnet_registration"),      # of the first form of the file
+        (9, "%s; expected one such as"),                # an example for who wants to announce
+        (12, "iceball.port"), (12, "[http] ports: Iceball's players"),  # --check: its second port
+        (12, "iceball"),                                # the game of the webhook's test message
+        (12, " is not a Hyperbol master"))              # `export` is for Hyperbol alone
+
+    def test_what_knows_a_game_stands_in_its_room(self):
+        """A game is named by its room, in section 10 and in the help of the commands, and nowhere
+        else but in comments and docstrings."""
+        heads = [(self.source[:match.start()].count("\n") + 1, match.group(1))
+                 for match in re.finditer(r"^# (?:---|\d+) +(.*?)(?: -+)?$", self.source, re.M)]
+        rooms = {room.game: room.title.replace(" family", "") for room in ms.GAMES}
+        game = re.compile("(?<![a-z])(%s)(?![a-z])" % "|".join(rooms), re.I)
+        docstrings = {id(node.body[0].value) for node in ast.walk(self.tree)
+                      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+                      and isinstance(node.body[0], ast.Expr)}
+        misplaced = []
+        for node in ast.walk(self.tree):
+            words = [getattr(node, name) for name in ("name", "id", "attr", "arg", "value")
+                     if isinstance(getattr(node, name, None), (str, bytes))]
+            if id(node) in docstrings or not words or not hasattr(node, "lineno"):
+                continue
+            text = words[0] if isinstance(words[0], str) else words[0].decode("latin-1")
+            section = self.section(node.lineno)
+            is_help = section == 12 and (" " in text or "|" in text)
+            is_excepted = any(
+                section == where and (text == begin or " " in begin and text.startswith(begin))
+                for where, begin in self.MAY_NAME_A_GAME)
+            head = [head for line, head in heads if line <= node.lineno][-1:]
+            for name in game.findall(text):
+                if not (section == 10 or is_help or is_excepted
+                        or head == [rooms[name.lower()]]):
+                    misplaced.append((node.lineno, text))
+        self.assertEqual(misplaced, [])
 
     def test_the_ini_is_what_the_program_prints(self):
         self.assertEqual(text_of("masterserver.ini"), ms.config_text())
