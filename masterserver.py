@@ -6873,15 +6873,6 @@ QUAKE3_PATTERNS = {
 }
 
 
-def quake3_allows(choices, game):
-    """Does the value of quake3.games let a game be listed? `xonotic, openarena` allows only these
-    two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
-    if "!" + game in choices:
-        return False
-    first_choice, *_ = choices or ("!",)
-    return game in choices or first_choice.startswith("!")
-
-
 def read_quake3_info(data):
     r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
 
@@ -7250,7 +7241,10 @@ class Quake3(PolledGame, UdpProtocol):
     def admitted_game(self, source, fields):
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        if not quake3_allows(self.choices, game) or game in self.other_games:
+        # `xonotic, openarena` allows only these two games, `!nexuiz` all others
+        first_choice, *_ = self.choices or ("!",)
+        is_allowed = game in self.choices or first_choice.startswith("!")
+        if not is_allowed or "!" + game in self.choices or game in self.other_games:
             raise Refused("game", "%a is not listed here" % gamename)
         if game in self.named_games or game in self.registry.titles:
             return game
