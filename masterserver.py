@@ -1036,6 +1036,11 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
 
 # Numbers and tables
 
+def utc_datetime(wall):
+    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
 def clamp(value, high=PLAYERS_MAX):
     """Return the number from 0 to `high` that is nearest to the value."""
     if value < 0:
@@ -2160,8 +2165,8 @@ class Registry:
     def set_fingerprint(self, server, fingerprint):
         """Set the one fingerprint of those packets that tell nothing new about the server.
 
-        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million servers, two fingerprints are the
-        same once in 40 million cases."""
+        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
+        servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
@@ -9337,11 +9342,6 @@ def age_text(seconds):
         if seconds < limit_s:
             return "%d %s ago" % (seconds // unit_s, unit)
     return "%d d ago" % (seconds // DAY)
-
-
-def utc_datetime(wall):
-    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
-    return datetime.fromtimestamp(wall, timezone.utc)
 
 
 def iso_time(wall):

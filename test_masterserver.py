@@ -13902,38 +13902,31 @@ class ClientTools(unittest.TestCase):
         self.assertTrue(err.startswith("masterserver.py: 127.0.0.1:"), err)
         return err
 
-    def test_ping(self) -> None:
-        aio = zlib.compress(hexa("00 0400") + b"Cafe\2\0hi" + hexa("02000000 10000000 0300"))
-        for game, offset, answer, facts in (
-                ("subspace", 1, zone_answer,
-                 {"players": 6, "playing": 4, "arenas": "(Public 0) 2/1, pb 1/1"}),
-                ("subspace", 1, lambda data: zone_answer(data) if len(data) == 4 else [b"?"],
-                 {"players": 6, "playing": None, "arenas": ""}),
-                ("hyperbol", 0, hyperbol_game(b"Arena of Doom", 2),     # the first is asked again
-                 {"name": "Arena of Doom", "mode": "Capture the Core", "map": "orbital",
-                  "players": 5, "max_players": 16, "version": "1.8a", "flags": "0x00000005",
-                  "skill": "9", "factions": "IMF 3, Syndicate 1, Republic 2"}),
-                ("aio", 0, lambda data: [aio] * (data == b"\0"),
-                 {"name": "Cafe", "description": "hi", "players": 2, "max_players": 16,
-                  "version": "3"}),
-                ("quake3", 0, lambda data: [info(data[12:], gamename=None, clients=b"1")],
-                 {"name": "Red Test  q", "mode": "0", "map": "oa_dm1", "version": "71",
-                  "players": 1, "max_players": 8, "gamename": "Quake3Arena", "people": "0"})):
-            with FakeServer(answer) as server:
-                port = server.port - offset
-                place = "127.0.0.1:%d" % port
-                self.assertEqual(self.ask("ping", place, "--game", game),
-                                 dict(facts, game=game, address="127.0.0.1", port=port))
-                words = command("ping", place, "--game", game)[1]
+    @in_each(POLLED)
+    def test_ping(self, world: Any) -> None:
+        heard: List[bytes] = []
+
+        def answer(question: bytes) -> List[bytes]:
+            """The first question is asked again."""
+            heard.append(question)
+            return [b"?"] if len(heard) == 1 else [world().reply(question)]
+        with FakeServer(answer) as server:
+            port, game = server.port - world.room.offset, world.room.game
+            place = "127.0.0.1:%d" % port
+            facts = {**world.answered, **world.answered.get("details", {})}
+            facts.pop("details", None)
+            self.assertEqual(self.ask("ping", place, "--game", game),
+                             dict(facts, game=game, address="127.0.0.1", port=port))
+            words = command("ping", place, "--game", game)[1]
+            goodbye = world.room().goodbye(world().reply(world.question))
+            eventually(lambda: not goodbye or goodbye in heard)
+        if facts:
             self.assertRegex(words, r"(?m)^players +%d$" % facts["players"])
 
-    def test_ping_of_luanti(self) -> None:
-        heard: List[bytes] = []
-        with FakeServer(lambda data: heard.append(data) or [LUANTI_PROBED] * (
-                data == LUANTI_PROBE)) as server:
-            self.assertEqual(self.ask("ping", server.place, "--game", "luanti"), {
-                "game": "luanti", "address": "127.0.0.1", "port": server.port})
-            eventually(lambda: heard == [LUANTI_PROBE, hexa("4f457403 0002 0000 03")])
+    def test_ping_of_a_zone_that_knows_one_question(self) -> None:
+        with FakeServer(lambda data: zone_answer(data) if len(data) == 4 else [b"?"]) as server:
+            found = self.ask("ping", "127.0.0.1:%d" % (server.port - 1), "--game", "subspace")
+        self.assertEqual(found["players"], 6)
 
     def test_nothing_that_can_be_used(self) -> None:
         """Each question is asked three times."""
@@ -13959,52 +13952,36 @@ class ClientTools(unittest.TestCase):
                 self.assertEqual((status, out), (1, ""), words)
                 self.assertIn(host, err)
 
-    def test_lists_by_tcp(self) -> None:
-        greeting = hexa("01000000 00")
-        court = {"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010}
-        other = {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}
-        text = b"A<num>1#50<percent> off#203.0.113.9#27010#"
-        packed = zlib.compress(hexa("02 0200 0b") + b"203.0.113.9" + hexa("8269 0b")
-                               + b"203.0.113.8" + hexa("8369"))
-        iceball = {"address": "203.0.113.9", "port": 5, "name": "I\x1b[1m", "mode": "ctf",
-                   "map": "m", "players_current": "3", "players_max": 9, "version": "0.2.1"}
-        http_list = json.dumps({"servers": [iceball]}).encode()
-        rows = [
-            ("hyperbol", HBSL, hexa("efbeadde ff000000"),
-             hexa("cb007109 31750000 02 000000 c6336401 32750000 00 000000 cb00"),
-             [{"address": "203.0.113.9", "port": 30001, "flavor": 2},
-              {"address": "198.51.100.1", "port": 30002, "flavor": 0}]),
-            ("aio", greeting, hexa("01000000 02"),
-             len(packed).to_bytes(3, "little") + b"\1" + packed,
-             [{"address": "203.0.113.9", "port": 27010},
-              {"address": "203.0.113.8", "port": 27011}]),
-            ("iceball", b"", b"GET /master.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b"HTTP/1.1 200 OK\r\nLength: %d\r\n\r\n" % len(http_list) + http_list,
-             [{"address": "203.0.113.9", "port": 5, "name": "I", "mode": "ctf", "map": "m",
-               "players": 3, "max_players": 9, "version": "0.2.1"}]),
-            ("luanti", b"", b"GET /list HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"list":[{"address":"a.example","port":30000,"clients":3,'
-             b'"clients_max":9,"name":"L\\u001b[1m"}],"total":{}}',
-             [{"address": "a.example", "port": 30000, "name": "L", "mode": "", "map": "",
-               "players": 3, "max_players": 9, "version": ""}]),
-            ("ddnet", b"", b"GET /ddnet/15/servers.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399",'
-             b'"tw-0.6+udp://[2001:db8::9]:8399"],"info":%s}]}' % ddnet_info(
-                 clients=[ddnet_client(), ddnet_client(is_player=False)]),
-             [{"address": "203.0.113.9", "port": 8399, "name": 'Te st "\u00fc" <b>',
-               "mode": "TestDDraceNetwork", "map": "Tutorial", "players": 1, "max_players": 64,
-               "version": "0.6.4, 16.4"}])]
-        for answer, servers in (
-                (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
-                (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
-                (b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%", []),
-                (b"12#%", [])):
-            rows.append(("aio", greeting, b"12#%\n", answer, servers))
-        for game, hello, question, answer, servers in rows:
-            with FakeServer(serve=scripted(hello, question, answer)) as server:
-                found = self.ask("list", server.place, "--game", game)["servers"]
-                self.assertEqual(found, servers, answer)
-        with FakeServer(serve=scripted(greeting, b"12#%\n", b"12#%")) as server:
+    @in_each(WORLDS)
+    def test_lists(self, world: Any) -> None:
+        """As the conversation reads them, that game by game is tested without sockets."""
+        for dialect, received in world.fetched:
+            room = world.room()
+            room.dialect = dialect
+            steps, servers = converse(room.fetch(), *received)
+            question = next(step.data for step in steps if step.data or step.path)
+            if room.fetched_over == "http":
+                response = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + received[0].body
+                request = b"GET %s HTTP/1.0\r\nHost: 127.0.0.1:" % steps[0].path.encode()
+                server: Dict[str, Any] = {"serve": scripted(b"", request, response)}
+            elif room.fetched_over == "tcp":
+                greeting, answer, *_ = received
+                server = {"serve": scripted(greeting, question, answer)}
+            else:
+                answers = [data for data in received if data]
+                server = {"answer": lambda data, answers=answers: answers and [answers.pop(0)]}
+            with FakeServer(**server) as fake:
+                found = self.ask("list", fake.place, "--game", room.game)["servers"]
+                expected = json.loads(json.dumps(list(servers)))
+                for entry in expected:
+                    entry.pop("private", None)
+                self.assertEqual(found, expected)
+                if "serve" in server:
+                    words = command("list", fake.place, "--game", room.game)[1]
+                    self.assertIn("%s:%d" % world.place, words)
+
+    def test_an_empty_list(self) -> None:
+        with FakeServer(serve=scripted(AIO_GREETING, b"12#%\n", b"12#%")) as server:
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
     def test_a_text_list_that_cannot_be_read(self) -> None:
