@@ -8177,7 +8177,7 @@ class Ddnet(Game):
 
     @classmethod
     def restored(cls, stored):
-        if "ddnet_registration" not in stored:
+        if not stored.get("ddnet_registration"):
             raise Malformed("ddnet_registration: missing")
         return super().restored(stored)
 
