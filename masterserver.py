@@ -1027,6 +1027,11 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
 
 # Numbers and tables
 
+def utc_datetime(wall):
+    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
 def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else min(value, high)
 
@@ -2081,8 +2086,8 @@ class Registry:
     def set_fingerprint(self, server, fingerprint):
         """Set the one fingerprint of those packets that tell nothing new about the server.
 
-        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million servers, two fingerprints are the
-        same once in 40 million cases."""
+        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
+        servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
@@ -6794,15 +6799,6 @@ QUAKE3_PATTERNS = {
 }
 
 
-def quake3_allows(choices, game):
-    """Does the value of quake3.games let a game be listed? `xonotic, openarena` allows only these
-    two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
-    if "!" + game in choices:
-        return False
-    first_choice, *_ = choices or ("!",)
-    return game in choices or first_choice.startswith("!")
-
-
 def read_quake3_info(data):
     r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
 
@@ -7171,7 +7167,10 @@ class Quake3(PolledGame, UdpProtocol):
     def admitted_game(self, source, fields):
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        if not quake3_allows(self.choices, game) or game in self.other_games:
+        # `xonotic, openarena` allows only these two games, `!nexuiz` all others
+        first_choice, *_ = self.choices or ("!",)
+        is_allowed = game in self.choices or first_choice.startswith("!")
+        if not is_allowed or "!" + game in self.choices or game in self.other_games:
             raise Refused("game", "%a is not listed here" % gamename)
         if game in self.named_games or game in self.registry.titles:
             return game
@@ -8099,7 +8098,7 @@ class Ddnet(Game):
 
     @classmethod
     def restored(cls, stored):
-        if "ddnet_registration" not in stored:
+        if not stored.get("ddnet_registration"):
             raise Malformed("ddnet_registration: missing")
         return super().restored(stored)
 
@@ -9264,11 +9263,6 @@ def age_text(seconds):
         if seconds < limit_s:
             return "%d %s ago" % (seconds // unit_s, unit)
     return "%d d ago" % (seconds // DAY)
-
-
-def utc_datetime(wall):
-    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
-    return datetime.fromtimestamp(wall, timezone.utc)
 
 
 def iso_time(wall):
