@@ -168,7 +168,7 @@ GZIP_LEVEL = 3                  # 4 MB become 266 kB in 10 ms; at level 6, 222 k
 RENDER_S = 1.0                  # between two renderings of a long list, however many ask for it
 CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
-# That takes 8 ms, or 40 ms if the file is made to take long
+# That takes 8 ms, or 60 ms if each server is in another city of the file
 COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                # the servers on one page; a search finds the others
 CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
@@ -892,8 +892,8 @@ def config_text():
 # ================================================================================================
 # 4  Wire helpers
 #
-# Helpers that several protocols share: the exception for bad input, text, numbers, addresses, the
-# cookie, and the rate limiter. None of them does I/O.
+# Helpers that several protocols share: the exception for bad input, text, numbers, addresses,
+# country files, the cookie, and the limits by source. None of them does I/O.
 # ================================================================================================
 
 # The sender of a packet as a socket gives it: (address, port), and for IPv6 also flow and scope
@@ -906,7 +906,6 @@ RANDOM = random.SystemRandom()
 
 class Malformed(Exception):
     """Raised for bytes that do not follow the protocol's document. The text names the field.
-
     Decoders raise no other exception, whatever the bytes are."""
 
 
@@ -915,7 +914,6 @@ class Limited(Exception):
 
 
 def error_text(error):
-    """Return the message of an exception or, if it has none, the name of its type."""
     return str(error) or type(error).__name__
 
 
@@ -964,10 +962,8 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
 def clean(text, max_characters=NAME_CHARACTERS):
-    """Return a text without anything that could harm a list, cut to `max_characters`.
-
-    Escape sequences, control characters, invisible characters and piled-up accents are removed. Any
-    run of blanks becomes one space, and blanks at the ends are removed."""
+    """Return a text without anything that could harm a list: escape sequences, control characters,
+    invisible characters and piled-up accents. Any run of blanks becomes one space."""
     if not (text.isascii() and text.isprintable()):
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
@@ -983,9 +979,7 @@ def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252.
-
-    An incomplete character at the end of UTF-8 is dropped."""
+    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -998,7 +992,6 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes before the first NUL, if there is one."""
     text, _, _ = data.partition(b"\0")
     return text
 
@@ -1009,9 +1002,8 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 
 
 def to_json(value):
-    """Return a value as compact JSON in UTF-8, without \\u escapes.
-
-    The Iceball client fails on \\u escapes. Cleaned text does not need them."""
+    """Return a value as compact JSON in UTF-8, without \\u escapes: the Iceball client fails on
+    them, and cleaned text does not need them."""
     return ENCODER.encode(value).encode()
 
 
@@ -1020,7 +1012,6 @@ DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    """Return the JSON object in these bytes, which are UTF-8. Raise Malformed."""
     # A float has up to 309 digits before its point. The time of int() grows with their square
     numbers = raw.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > 400:
@@ -1042,17 +1033,7 @@ def utc_datetime(wall):
 
 
 def clamp(value, high=PLAYERS_MAX):
-    """Return the number from 0 to `high` that is nearest to the value."""
-    if value < 0:
-        return 0
-    return high if value > high else value
-
-
-def decrement(counts, key):
-    """Decrement a count in a dict. Delete it if it becomes 0."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+    return 0 if value < 0 else min(value, high)
 
 
 def keep_latest(table, key, value, limit):
@@ -1066,8 +1047,8 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an IP address in the one form that lists and limits use: IPv4 that is mapped to IPv6
-    becomes IPv4, and the scope of an IPv6 address is removed."""
+    """Return an IP address as lists and limits use it: IPv4 if it is mapped to IPv6, and without a
+    scope."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1099,13 +1080,12 @@ def address_number(address):
 
 
 class Networks:
-    """A set of IP networks, each with a label.
+    """A set of networks of the module ipaddress, each with a label or "".
 
-    To find the network of an address takes one look-up for each length of prefix, and does not
-    depend on the number of networks. In a flood it is done tens of thousands of times a second."""
+    To find the network of an address takes one look-up for each length of prefix. In a flood it is
+    done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """Take networks of the module ipaddress, and the labels of some; the others' are ""."""
         labels = labels or {}
         labels_by_bits = collections.defaultdict(dict)
         for network in networks:
@@ -1117,9 +1097,8 @@ class Networks:
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that contains an address, or None.
-
-        `number` is the address_number() of the address."""
+        """Return the label of the smallest network with the address of this address_number(), or
+        None."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1128,9 +1107,6 @@ class Networks:
 
     def __contains__(self, address):
         return self.find(address_number(address)) is not None
-
-    def __bool__(self):
-        return bool(self.by_host_bits)
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1157,131 +1133,100 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
-# The types of values. 0 says that the type is in the next byte, less 7
-MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
-MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
+# The types of values that differ from all others. 0 says that the type is in the next byte, less 7
+MMDB_POINTER, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 7, 11, 14
 # If the five bits of a size have one of these values, the size stands in the following bytes. Here
 # are how many they are, and what has to be added to them
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-# The values that are read in one look-up. A city has some 40 before its country. Without a limit,
-# a hostile file could keep the event loop busy for minutes
-MMDB_VALUES_READ = 250
 
 
 class MmdbSection:
-    """A section of an MMDB file, which consists of values. Positions count from its beginning.
+    """A section of an MMDB file, which consists of values. Positions count from its beginning."""
 
-    A value is read as (its type, its size, the position of its contents, the position after it).
-    The size is in bytes or, of a map or an array, in members; they follow at the position after
-    it. The size of a pointer is the position to which it leads. Any fault raises Malformed."""
+    def __init__(self, data):
+        self.data = data                        # a memoryview
+        self.values_left = 0
 
-    def __init__(self, data, values_left):
-        """`data` is a memoryview, `values_left` is how many values may be read."""
-        self.data = data
-        self.values_left = values_left
+    def read(self, position):
+        """Return the value at a position with all that it contains, or raise Malformed. A map is a
+        dict, an array is None, and everything else is bytes, the names in maps and numbers too."""
+        # What is known of a city has 100 to 300 values. In a damaged file, they never end
+        self.values_left = 1000
+        try:
+            value, _ = self.value(position)
+        except RecursionError:
+            raise Malformed("too many values") from None
+        return value
 
     def value(self, position):
+        """Return a value and the position after it."""
         self.values_left -= 1
         if self.values_left < 0:
             raise Malformed("too many values")
-        try:
-            control = self.data[position]
+        control = self.number(position, 1)
+        position += 1
+        kind = control >> 5
+        size = control & 31
+        if kind == MMDB_POINTER:
+            size_bytes = (size >> 3) + 1
+            target = self.number(position, size_bytes) + MMDB_POINTER_STARTS[size_bytes]
+            if size_bytes < 4:
+                # The last three bits of the control byte belong to the target
+                target += (size & 7) << 8 * size_bytes
+            value, _ = self.value(target)
+            return value, position + size_bytes
+        if kind == 0:
+            kind = self.number(position, 1) + 7
             position += 1
-            kind = control >> 5
-            size = control & 31
-            if kind == MMDB_POINTER:
-                return self.pointer(position, size)
-            if kind == 0:
-                kind = self.data[position] + 7
-                position += 1
-        except IndexError:
-            raise Malformed("a value beyond the end of the file") from None
         if size in MMDB_LONG_SIZES:
             size_bytes, smallest = MMDB_LONG_SIZES[size]
             size = smallest + self.number(position, size_bytes)
             position += size_bytes
-        if kind in (MMDB_MAP, MMDB_ARRAY, MMDB_FLAG):       # the size of a flag is its value
-            return kind, size, position, position
-        return kind, size, position, position + size
+        if kind == MMDB_MAP:
+            return self.members(position, size)
+        if kind == MMDB_ARRAY:
+            for _ in range(size):
+                _, position = self.value(position)
+            return None, position
+        if kind == MMDB_FLAG:                   # its size is its value
+            return b"", position
+        end = position + size
+        if end > len(self.data):
+            raise Malformed("a value beyond the end of the file")
+        # Nobody reads a longer text
+        return bytes(self.data[position:min(end, position + NAME_CHARACTERS)]), end
 
-    def pointer(self, position, size):
-        """Return the pointer whose control byte has this size, and whose address is at the
-        position."""
-        size_bytes = (size >> 3) + 1
-        target = self.number(position, size_bytes) + MMDB_POINTER_STARTS[size_bytes]
-        if size_bytes < 4:
-            # The last three bits of the control byte belong to the address
-            target += (size & 7) << 8 * size_bytes
-        return MMDB_POINTER, target, position, position + size_bytes
+    def members(self, position, count):
+        members = {}
+        for _ in range(count):
+            name, position = self.value(position)
+            value, position = self.value(position)
+            if isinstance(name, bytes):
+                members[name] = value
+        return members, position
 
     def number(self, start, size):
         if start + size > len(self.data):
             raise Malformed("a value beyond the end of the file")
         return int.from_bytes(self.data[start:start + size], "big")
 
-    def skip(self, position):
-        """Return the position after a value and all that it contains."""
-        values_to_skip = 1
-        while values_to_skip > 0:
-            kind, size, _, position = self.value(position)
-            values_to_skip -= 1
-            if kind == MMDB_MAP:
-                values_to_skip += 2 * size          # a map has a name before each value
-            elif kind == MMDB_ARRAY:
-                values_to_skip += size
-        return position
 
-    def follow(self, position):
-        """Return the value at this position or, if that is a pointer, where it leads to."""
-        kind, size, start, end = self.value(position)
-        if kind == MMDB_POINTER:
-            kind, size, start, end = self.value(size)
-            if kind == MMDB_POINTER:
-                raise Malformed("a pointer to a pointer")
-        return kind, size, start, end
-
-    def member(self, position, name):
-        """Return the position of the member with this name in the map at a position.
-
-        Return None if the map has none."""
-        kind, members, position, _ = self.follow(position)
-        if kind != MMDB_MAP:
-            raise Malformed("no map where one has to be")
-        for _ in range(members):
-            kind, size, start, end = self.value(position)
-            if kind == MMDB_POINTER:
-                kind, size, start, _ = self.value(size)
-            if kind == MMDB_TEXT and self.data[start:start + size] == name:
-                return end
-            position = self.skip(end)
-        return None
-
-    def text(self, position):
-        kind, size, start, end = self.follow(position)
-        if kind != MMDB_TEXT or size > NAME_CHARACTERS:
-            raise Malformed("no text where one has to be, or a long one")
-        return bytes(self.data[start:end])
-
-    def member_number(self, position, name):
-        member = self.member(position, name)
-        if member is not None:
-            kind, size, start, _ = self.follow(member)
-            if kind in MMDB_NUMBERS and size <= 8:
-                return self.number(start, size)
-        raise Malformed("its description has no number %s" % name.decode())
+def mmdb_member(value, name, kind):
+    """Return a member of a map, of the type `kind`, or an empty one if there is none."""
+    member = value.get(name) if isinstance(value, dict) else None
+    return member if isinstance(member, kind) else kind()
 
 
 class CountryFile:
-    """An MMDB file with the countries of IP addresses, in memory.
+    """An MMDB file with the countries of IP addresses, in memory. What reads it raises Malformed if
+    the file is damaged there.
 
     type        what the file says it is, such as "DBIP-Country-Lite"
     built       when it was made, in seconds since 1970"""
 
     def __init__(self, data):
-        """Read the description of the file, whose bytes are `data`. Raise Malformed if that cannot
-        be done."""
         self.data = data
         if data.startswith(b"\x1f\x8b"):
             raise Malformed("it is compressed; unpack it, as with gunzip or tar")
@@ -1289,16 +1234,18 @@ class CountryFile:
         data_end = data.rfind(MMDB_MARKER, max(0, len(data) - (128 << 10)))
         if data_end < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")
-        # This takes up to 5 ms, once
-        section = MmdbSection(memoryview(data)[data_end + len(MMDB_MARKER):], 10_000)
-        if section.member_number(0, b"binary_format_major_version") != 2:
+        description = MmdbSection(memoryview(data)[data_end + len(MMDB_MARKER):]).read(0)
+
+        def number(name):
+            return int.from_bytes(mmdb_member(description, name, bytes), "big")
+
+        if number(b"binary_format_major_version") != 2:
             raise Malformed("its format is not version 2")
-        self.node_count = section.member_number(0, b"node_count")
-        self.record_bits = section.member_number(0, b"record_size")
-        self.ip_version = section.member_number(0, b"ip_version")
-        self.built = section.member_number(0, b"build_epoch")
-        kind = section.member(0, b"database_type")
-        self.type = decode_utf8(section.text(kind)) if kind else "no type"
+        self.node_count = number(b"node_count")
+        self.record_bits = number(b"record_size")
+        self.ip_version = number(b"ip_version")
+        self.built = number(b"build_epoch")
+        self.type = decode_utf8(mmdb_member(description, b"database_type", bytes)) or "no type"
         if self.record_bits not in (24, 28, 32) or self.ip_version not in (4, 6):
             raise Malformed("its records have %d bits, and its addresses version %d"
                             % (self.record_bits, self.ip_version))
@@ -1308,13 +1255,15 @@ class CountryFile:
         if not self.node_count or data_start > data_end:
             raise Malformed("its tree has %d nodes, and does not fit into the file"
                             % self.node_count)
-        self.values = MmdbSection(memoryview(data)[data_start:data_end], MMDB_VALUES_READ)
+        self.records = MmdbSection(memoryview(data)[data_start:data_end])
+        # To read what is known of a city takes 0.2 ms
+        self.country_at = functools.lru_cache(maxsize=4096)(self.read_country)
         # IPv4 addresses stand in the tree of an IPv6 file as ::a.b.c.d
         self.ipv4_root = self.walk(0, 0, 96) if self.ip_version == 6 else 0
 
     def country(self, address):
         """Return the country of a canonical_address(): two letters in lower case, or "" if the file
-        has none for it. Raise Malformed if the file is damaged there."""
+        has none for it."""
         if ":" not in address:
             place = self.walk(self.ipv4_root, address_number(address), 32)
         elif self.ip_version == 6:
@@ -1324,21 +1273,19 @@ class CountryFile:
         if place <= self.node_count:            # it leads nowhere
             return ""
         position = place - self.node_count - MMDB_SEPARATOR_BYTES
+        return self.country_at(position)
+
+    def read_country(self, position):
         if position < 0:
             raise Malformed("a place between the tree and the data")
-        values = self.values
-        values.values_left = MMDB_VALUES_READ
-        country = values.member(position, b"country")
-        code = values.member(country, b"iso_code") if country else None
-        text = values.text(code) if code else b""
-        return text.decode().lower() if re.fullmatch(rb"[A-Z]{2}", text) else ""
+        country = mmdb_member(self.records.read(position), b"country", dict)
+        code = mmdb_member(country, b"iso_code", bytes)
+        return code.decode().lower() if re.fullmatch(rb"[A-Z]{2}", code) else ""
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
-        last `bits` bits of a number.
-
-        The record is a node, node_count if nothing is known of the address, or a place in the data,
-        counted from node_count on."""
+        last `bits` bits of a number: a node, node_count if nothing is known of the address, or a
+        place in the data, counted from node_count on."""
         record_bits = self.record_bits
         node_bytes = record_bits // 4
         for shift in range(bits - 1, -1, -1):
@@ -1356,14 +1303,14 @@ class CountryFile:
         return node
 
 
-# Sources: whom limits tell apart
+# --- Limits by source ----------------------------------------------------------------------------
+#
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
+# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
-    """Return the keys under which limits count an address: its source and, for IPv6, its site.
-
-    An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
-    to the source /64, because one host can have all the addresses in it, and to the site /48,
-    because anybody can have one. A site may have SITE_SOURCES times as much as a source."""
+    """Return the keys under which limits count an address: its source and, for IPv6, its site."""
     return ipv6_source_keys(address) if ":" in address else (address,)
 
 
@@ -1380,28 +1327,18 @@ def ipv6_source_keys(address):
     return tuple(keys)
 
 
-def source_key(address):
-    """Return the source of an address, the first of its source_keys()."""
-    source, *_ = source_keys(address)
-    return source
-
-
 def source_limits(address, limit):
-    """Return pairs of a key of source_keys() and the limit that holds for it.
-
-    `limit` holds for one source. An IPv6 /48 may have SITE_SOURCES times as many servers."""
+    """Return pairs of a key of source_keys() and the limit that holds for it. `limit` holds for one
+    source."""
     return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
 
 
 class Shares:
-    """Counts what sources have so much of as they may: servers, connections, bytes.
-
-    `counts` has the amount of each source and site that has any, by source_keys(); `total` is the
-    amount of all sources together."""
+    """Counts what sources have so much of as they may: servers, connections, bytes."""
 
     def __init__(self):
-        self.counts = collections.defaultdict(int)
-        self.total = 0
+        self.counts = collections.defaultdict(int)      # by source_keys(), without those of 0
+        self.total = 0                                  # of all sources together
 
     def take(self, address, amount=1):
         """Count an amount for an address. A negative one gives it back."""
@@ -1412,9 +1349,8 @@ class Shares:
                 del self.counts[key]
 
     def full(self, address, limit, amount=1, site_sources=SITE_SOURCES):
-        """Return the source or site that cannot take an amount at this address, or "".
-
-        `limit` holds for a source; a site may have `site_sources` times as much."""
+        """Return the source or site that cannot take an amount at this address, or "". `limit`
+        holds for a source."""
         for key in source_keys(address):
             if self.counts.get(key, 0) + amount > limit:
                 return key
@@ -1430,8 +1366,7 @@ class Turns:
     adding many."""
 
     def __init__(self, size):
-        """`size` is the most things that the table holds."""
-        self.size = size
+        self.size = size                # the most things that the table holds
         self.things = {}                # by key
         self.sources = {}               # the source of each thing, by key
         self.keys = collections.OrderedDict()       # the keys of each source, the oldest first
@@ -1442,16 +1377,12 @@ class Turns:
         return len(self.things)
 
     def get(self, key):
-        """Return the thing with this key, or None."""
         return self.things.get(key)
 
     def add(self, address, key, thing, limit):
-        """Add a thing of an address, or replace the one with the same key.
-
-        `limit` is how many things a source may have here. Return the thing that had to leave, or
-        None."""
-        if key in self.things:
-            self.pop(key)
+        """Add a thing of an address, or replace the one with the same key. A source may have
+        `limit` things. Return the thing that had to leave, or None."""
+        self.pop(key)
         source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
@@ -1471,7 +1402,7 @@ class Turns:
         return pushed_out
 
     def pop(self, key):
-        """Remove and return the thing with this key. Return None if there is none."""
+        """Remove and return the thing with this key, or return None."""
         if key not in self.things:
             return None
         source = self.sources.pop(key)
@@ -1486,8 +1417,7 @@ class Turns:
 
     def in_turns(self):
         """Return all things: first the oldest of each source, then the second of each, and so on.
-
-        The source that has waited longest for its turn is the first; see served()."""
+        The source that has waited longest for its turn is the first."""
         rounds = collections.defaultdict(list)
         for keys in self.keys.values():
             for number, key in enumerate(keys):
@@ -1510,15 +1440,14 @@ class Cookie:
     A MAC is valid in the window in which it was made, and in the next one."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        """Take a secret key of 16 bytes, the bytes of a MAC, and the seconds of a window."""
+        """`key` is a secret of 16 bytes, `size` is the bytes of a MAC."""
         self.key = key
         self.size = size
         self.window_s = window_s
         self.begin_window(0.0)
 
     def begin_window(self, now):
-        """Prepare the hash objects of the window that contains the time `now`, and the one before.
-        """
+        """Prepare the hash objects of the present window and the one before."""
         window = int(now // self.window_s)
         self.window_ends = (window + 1.0) * self.window_s
         # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
@@ -1527,7 +1456,7 @@ class Cookie:
             for number in (window - 1, window)]
 
     def make(self, message, now):
-        """Return the MAC of a message, made in the window of the time `now`, as bytes."""
+        """Return the MAC of a message."""
         if now >= self.window_ends:
             self.begin_window(now)
         mac = self.current.copy()
@@ -1535,7 +1464,6 @@ class Cookie:
         return mac.digest()
 
     def is_valid(self, mac, message, now):
-        """Is this the MAC of the message, made in the present window or the one before?"""
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -1555,25 +1483,19 @@ class Limiter:
 
     A bucket is stored as one number, the time at which it will be full again (the "generic cell
     rate algorithm"). A source that is not in the table has a full bucket. So a full table does not
-    refuse anybody: it forgets the source that was seen longest ago. The bucket of an IPv6 site is
-    SITE_SOURCES times as large as that of a source."""
+    refuse anybody: it forgets the source that was seen longest ago."""
 
     def __init__(self, rate, verdict=None):
-        """Begin with full buckets. `rate` is (tokens a second, tokens at once).
-
-        `verdict(address)` returns EXEMPT, BLOCKED or NO_VERDICT. It is called when an address is
-        seen for the first time. By default no address has a verdict."""
+        """`rate` is (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED
+        or NO_VERDICT. It is called when an address is seen for the first time."""
         self.verdict = verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     def set_rate(self, rate):
-        """Change the rate, fill all buckets, and forget all verdicts.
-
-        `rate` is (tokens a second, tokens at once). A token is stored as the time that it takes to
-        fill in again."""
+        """Change the rate, fill all buckets, and forget all verdicts."""
         per_second, at_once = rate
-        self.cost_s = 1.0 / per_second
+        self.cost_s = 1.0 / per_second          # the time in which a token fills in again
         # The time that an empty bucket takes to become full, and a little more, so that a rounding
         # error cannot refuse the last token
         self.depth_s = (at_once + 0.001) / per_second
@@ -1583,7 +1505,12 @@ class Limiter:
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
         table = self.table
         cost_s = self.cost_s * tokens
-        for key in (address,) if ":" not in address else self.ipv6_buckets(address):
+        keys = (address,)
+        if ":" in address and address not in table:
+            # If there is a verdict, it may be about less than a source
+            if self.verdict is None or self.verdict(address) == NO_VERDICT:
+                keys = ipv6_source_keys(address)
+        for key in keys:
             full_at = table.get(key)
             if full_at is None:
                 if len(table) >= LIMITER_SOURCES:
@@ -1600,16 +1527,10 @@ class Limiter:
             cost_s /= SITE_SOURCES
         return True
 
-    def ipv6_buckets(self, address):
-        """Return the keys of an IPv6 address: itself if there is a verdict about it, as a blocked
-        network may be smaller than a source, and otherwise its source_keys()."""
-        if address in self.table or (self.verdict and self.verdict(address) != NO_VERDICT):
-            return (address,)
-        return source_keys(address)
-
     def is_nearly_empty(self, address, now):
         """Has the source of this address fewer than two tokens left?"""
-        full_at = self.table.get(source_key(address), 0.0)
+        source, *_ = source_keys(address)
+        full_at = self.table.get(source, 0.0)
         return full_at - now > self.depth_s - 2 * self.cost_s
 
 
@@ -8177,7 +8098,7 @@ class Ddnet(Game):
 
     @classmethod
     def restored(cls, stored):
-        if "ddnet_registration" not in stored:
+        if not stored.get("ddnet_registration"):
             raise Malformed("ddnet_registration: missing")
         return super().restored(stored)
 

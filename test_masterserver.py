@@ -670,8 +670,7 @@ class AddressTest(unittest.TestCase):
                 (ms.canonical_address, "::ffff:203.0.113.9", "203.0.113.9"),
                 (ms.canonical_address, "fe80::1%eth0", "fe80::1"),
                 (ms.canonical_address, "203.0.113.9", "203.0.113.9"),
-                (ms.source_key, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-                (ms.source_key, "::ffff:203.0.113.9", "203.0.113.9"),
+                (ms.source_keys, "::ffff:203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "2001:db8:1:2:3::4", ("2001:db8:1:2::/64", "2001:db8:1::/48")),
                 (ms.ipv4_bytes, "203.0.113.9", b"\xcb\0\x71\x09")):
@@ -694,7 +693,7 @@ class AddressTest(unittest.TestCase):
                 inside = ipaddress.ip_address(address) in network
                 self.assertEqual(address in known, inside, (network, address))
         self.assertIn("fe80::1%eth0", ms.LOCAL_NETWORKS)
-        self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL_NETWORKS)), (False, True))
+        self.assertNotIn("::1", ms.Networks([]))
         # The smallest one tells
         words = {ms.read_network(text): text for text in (
             "203.0.113.0/24", "203.0.0.0/8", "203.0.113.9", "2001:db8::/32")}
@@ -722,18 +721,6 @@ class AddressTest(unittest.TestCase):
                 self.assertEqual(found, listed, (source, claim))
 
 
-class CountsTest(unittest.TestCase):
-    def test_tables(self):
-        counts = {"a": 2}
-        for left in {"a": 1}, {}:
-            ms.decrement(counts, "a")
-            self.assertEqual(counts, left)
-        table = collections.OrderedDict()
-        for key in "abac":
-            ms.keep_latest(table, key, key.upper(), 2)
-        self.assertEqual(list(table.items()), [("a", "A"), ("c", "C")])
-
-
 class CookieTest(unittest.TestCase):
     def test_windows(self):
         for start in 29.9, 1e9 + 19.9:                      # the second after a long pause
@@ -750,7 +737,7 @@ class CookieTest(unittest.TestCase):
         self.assertEqual(len(ms.Cookie(bytes(16), 4).make(b"", 0.0)), 4)
 
 
-class LimiterTest(unittest.TestCase):
+class LimitsTest(unittest.TestCase):
     def test_exact_bounds(self):
         for rate, burst in ((100, 400), (10, 50), (1 / 40, 1), (3, 7), (1000, 3000)):
             limiter = ms.Limiter((rate, burst))
@@ -781,27 +768,19 @@ class LimiterTest(unittest.TestCase):
                              [(True, False), (True, True), (True, True), (False, True)])
             self.assertFalse(limiter.is_nearly_empty(address, 2.5))
 
-    def test_verdicts_and_prefixes(self):
-        rules = ms.Rules(ms.Settings({"blocked.192.0.2.0/24": "floods",
-                                      "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
+    def test_verdicts_sources_and_sites(self):
+        rules = ms.Rules(ms.Settings({
+            "blocked.192.0.2.0/24": "floods", "blocked.2001:db8:5::5": "floods",
+            "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
         limiter = ms.Limiter((1, 1), rules.verdict)
-        for exempt in "127.0.0.1", "2001:db8:9::1":
-            self.assertTrue(all(limiter.allow(exempt, 0.0) for _ in range(9)))
-        for now in 0.0, 1e9:
-            self.assertFalse(limiter.allow("192.0.2.66", now))
-        for address, good in (("2001:db8:1:2::1", True), ("2001:db8:1:2:3::1", False),
-                              ("2001:db8:1:3::1", True)):
-            self.assertEqual(limiter.allow(address, 0.0), good, address)
-
-    def test_a_site_has_sixteen_times_as_much(self):
-        limiter = ms.Limiter((1, 2))
+        for address, allowed in (
+                ("127.0.0.1", 9), ("2001:db8:9::1", 9), ("192.0.2.66", 0), ("2001:db8:5::5", 0),
+                ("2001:db8:5::6", 1), ("2001:db8:5::7", 0), ("2001:db8:5:1::7", 1)):
+            self.assertEqual(sum(limiter.allow(address, 1e9) for _ in range(9)), allowed, address)
         allowed = sum(limiter.allow("2001:db8:1:%x::1" % number, 0.0) for number in range(100))
-        self.assertEqual(allowed, 32)
-        self.assertTrue(limiter.allow("2001:db8:2::1", 0.0))
+        self.assertEqual(allowed, 16)
 
-
-class SharesTest(unittest.TestCase):
-    def test_sources_and_sites(self):
+    def test_shares(self):
         shares = ms.Shares()
         for address in "192.0.2.1", "192.0.2.1", "2001:db8:1:2::1", "2001:db8:1:2::2":
             self.assertEqual(shares.full(address, 2), "")
@@ -816,8 +795,6 @@ class SharesTest(unittest.TestCase):
         shares.take("192.0.2.1", -2)
         self.assertNotIn("192.0.2.1", shares.counts)
 
-
-class TurnsTest(unittest.TestCase):
     def test_who_has_most_makes_room(self):
         turns = ms.Turns(4)
         for address, key in (("a", 1), ("b", 2), ("b", 3), ("c", 4)):
@@ -830,12 +807,9 @@ class TurnsTest(unittest.TestCase):
         self.assertEqual(turns.in_turns(), ["b5", "d6", "e7", "c4"])
         self.assertEqual((turns.get(4), turns.pop(4), turns.pop(4), len(turns)),
                          ("c4", "c4", None, 3))
-
-    def test_replaced_things_stay_one(self):
-        turns = ms.Turns(2)
-        for thing in "one", "two":
+        for thing in "one", "two":              # a replaced thing stays one
             self.assertIsNone(turns.add("a", 1, thing, limit=1))
-        self.assertEqual((turns.in_turns(), len(turns)), (["two"], 1))
+        self.assertEqual((turns.in_turns(), len(turns)), (["b5", "d6", "e7", "two"], 4))
 
 
 # --- Registry ------------------------------------------------------------------------------------
@@ -2263,12 +2237,7 @@ class IceballTest(IceballCase):
         self.assertEqual((self.places(), self.outcome(21737)), ([], "announced: "))
         self.assertEqual(self.send(b"HSHK" + msok[4:], 0.005), b"")
         server, = self.registry.servers()
-        for name, value in (
-                ("address", "203.0.113.9"), ("port", 21737), ("name", "Iceball Server"),
-                ("players", 0), ("max_players", 64), ("mode", "ctf"), ("map", "classic(512,512)"),
-                ("version", "0.2.1-37"), ("verified", "handshake"), ("last_seen", 0.005)):
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(21737), "listed: ")
+        self.assertEqual((server.last_seen, self.outcome(21737)), (0.005, "listed: "))
 
     def test_versions_as_text(self):
         for number, text in (
@@ -2470,15 +2439,6 @@ class IceballTest(IceballCase):
             self.start()
             self.assertRaisesRegex(ms.Malformed, why, self.send, data)
             self.assertIn("bad packet: " + why, self.outcome())
-
-    def test_refused(self):
-        self.start(server__refuse_names="casino", limits__servers="1")
-        self.shake(CAPTURED)
-        for port, name, outcome in (1, b"S", "limit"), (21737, b"Casino", "name"):
-            peer = "203.0.113.9", port                      # each game server has its own socket
-            self.send(b"HSHK" + self.send(announcement(port, name=name), 1.0, peer)[4:], 1.0, peer)
-            self.assertRegex(self.outcome(port), "^" + outcome)
-        self.assertEqual([server.name for server in self.registry.servers()], ["Iceball Server"])
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self):
         self.shake(CAPTURED)
@@ -4684,13 +4644,8 @@ class Quake3Test(unittest.TestCase):
         self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
         self.assertEqual(self.send(info(challenge), 0.1), [])
         server, = self.registry.servers()
-        for name, value in {
-                **self.world.listed, "game": "openarena", "room": "quake3", "port": 36960,
-                "address": "203.0.113.9", "verified": "query", "lifetime": 900.0,
-                "last_seen": 0.1}.items():
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(), "listed: ")
-        self.assertEqual(self.send(self.world.list_question), [self.world.list_answer])
+        self.assertEqual((server.lifetime, server.last_seen, self.outcome()),
+                         (900.0, 0.1, "listed: "))
         self.assertEqual(self.quake3.mode_text(server), "free for all")
 
     def test_an_answer_that_nothing_tells_the_game_of(self):
@@ -6396,12 +6351,7 @@ class DdnetWorld(World):
         "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
         "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
     private = {"ddnet_registration": registration}
-    bad_private = (
-        {}, {"ddnet_registration": 5}, {"ddnet_registration": dict(registration, info="x")},
-        {"ddnet_registration": dict(registration, serial="0")},
-        {"ddnet_registration": dict(registration, secret="x")},
-        {"ddnet_registration": dict(registration, addresses=[])},
-        {"ddnet_registration": dict(registration, addresses=["tw-0.6+udp://x"])})
+    bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}})
     contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
                "http_allow_insecure 1")
     page_words = ("tw-0.6+udp://203.0.113.9:8399",)
@@ -9395,8 +9345,6 @@ def mmdb_value(value: Any) -> bytes:
     if isinstance(value, int):
         raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
         return mmdb_head(9, len(raw)) + raw
-    if isinstance(value, float):
-        return mmdb_head(3, 8) + struct.pack(">d", value)
     if isinstance(value, tuple):
         return mmdb_head(value[0], len(value[1])) + value[1]
     if isinstance(value, bytes):
@@ -9508,7 +9456,7 @@ class CountryFileTest(unittest.TestCase):
         """What stands before the country is skipped, whatever it is."""
         before = {
             "text": "x" * 28, "longer": "x" * 29, "long": "x" * 285, "very long": "x" * 65821,
-            "double": 1.5, "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
+            "double": (3, bytes(8)), "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
             "uint32": (6, b""), "int32": (8, b"\xff\xff\xff\xff"), "uint64": 1 << 63,
             "uint128": (10, b"\xff" * 16), "array": [1, ["x", {"y": True}], []], "flag": False,
             "float": (15, b"\0\0\0\0"), "empty": {}, "many": dict.fromkeys(map(str, range(40)), 1)}
@@ -9532,7 +9480,7 @@ class CountryFileTest(unittest.TestCase):
         for raw, words in (
                 (b"", "not an MMDB file"), (b"x" * 1000, "not an MMDB file"),
                 (gzip.compress(right), "it is compressed"),
-                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end|no number"),
+                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end"),
                 (right + bytes(200_000), "not an MMDB file"),
                 (simple_country_file({}, binary_format_major_version=3), "not version 2"),
                 (simple_country_file({}, record_size=20), "20 bits"),
@@ -9540,8 +9488,7 @@ class CountryFileTest(unittest.TestCase):
                 (simple_country_file({}, node_count=0), "0 nodes"),
                 (simple_country_file({}, node_count=10_000), "does not fit"),
                 (simple_country_file({}, node_count=(9, b"\xff" * 8)), "does not fit"),
-                (simple_country_file({}, node_count="9"), "no number node_count"),
-                (simple_country_file({}, build_epoch=(9, b"\1" * 9)), "no number build_epoch"),
+                (simple_country_file({}, node_count={}), "0 nodes"),
                 (simple_country_file({}, build_epoch=1 << 62), "was made in no year")):
             with self.subTest(words=words), self.assertRaisesRegex(ms.Malformed, words):
                 ms.CountryFile(raw)
@@ -9551,23 +9498,22 @@ class CountryFileTest(unittest.TestCase):
         nested = b"".join(mmdb_head(7, 1) + mmdb_value("x") for _ in range(20_000))
         de = mmdb_value("DE")
         for data, words in (
-                (mmdb_pointer(0, 1), "pointer to a pointer"),
+                (mmdb_pointer(0, 1), "too many values"),
                 (mmdb_head(7, 2) + mmdb_pointer(9999, 2), "beyond the end"),
                 (mmdb_head(7, 16_000_000) + de, "beyond the end"),
                 (mmdb_head(7, 2) + de + mmdb_head(2, 16_000_000), "beyond the end"),
                 (b"\xff\xff", "beyond the end"), (nested, "too many values"),
-                (mmdb_value("DE"), "no map"), (mmdb_value({"country": "DE"}), "no map"),
-                (mmdb_value({"country": mmdb_pointer(0, 1)}), None),
-                (mmdb_value({"country": {"iso_code": 5}}), "no text"),
+                (mmdb_value({"country": mmdb_pointer(0, 1)}), "too many values"),
                 # Each of a hundred members has as many values as one look-up may read
-                (mmdb_head(7, 100) + (de + mmdb_value([1] * 240)) * 100, "too many values"),
+                (mmdb_head(7, 100) + (de + mmdb_value([1] * 990)) * 100, "too many values"),
                 # Each name is a pointer to megabytes
                 (mmdb_head(7, 9000) + (mmdb_pointer(30_000, 2) + b"\xa0") * 9000 + bytes(3000)
                  + mmdb_value("x" * 10_000_000), "too many values"),
                 # No country, or no such member
-                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), None),
+                (mmdb_head(7, 1) + mmdb_value({}) + mmdb_value(5), None),
                 *((mmdb_value(record), None) for record in (
-                    {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    "DE", {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    {"country": "DE"}, {"country": {"iso_code": 5}},
                     {"country": {"iso_code": "-"}}, {"country": {"iso_code": "DEU"}},
                     {"country": {"iso_code": ""}}, {"country": {"names": {"en": "Germany"}}},
                     {"registered_country": {"iso_code": "DE"}}))):
@@ -9607,42 +9553,33 @@ class CountryFileTest(unittest.TestCase):
 
     @unittest.skipUnless(maxminddb, "there is no maxminddb to compare with")
     def test_the_same_as_the_reference(self):
-        """In a real file, and in files of every record size."""
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
+        """In a real file with cities, and in files of every record size."""
         chance = random.Random(200)
         networks = {}
         # In this order, as a network may not be cut into by one that comes before it
         for bits in sorted(chance.randrange(8, 33) for _ in range(3000)):
-            for network in (
-                    ipaddress.ip_network((chance.getrandbits(bits) << 32 - bits, bits)),
-                    ipaddress.ip_network((0x20 << 120 | chance.getrandbits(2 * bits - 8)
-                                          << 128 - 2 * bits, 2 * bits))):
-                networks[str(network)] = chance.choice(("DE", "NL", "FR", "US", "BR", "AU"))
-        paths = []
-        for record_bits in 24, 28, 32:
-            paths.append(os.path.join(folder.name, "%d.mmdb" % record_bits))
-            with open(paths[-1], "wb") as file:
-                file.write(simple_country_file(networks, record_bits=record_bits))
+            number = chance.getrandbits(bits) << 32 - bits
+            for network in (number, bits), (0x20 << 120 | number << 88, bits + 8):
+                networks[str(ipaddress.ip_network(network))] = chance.choice(("DE", "NL", "FR"))
+        files = [simple_country_file(networks, record_bits=bits) for bits in (24, 28, 32)]
         with contextlib.suppress(ImportError):
             import _maxminddb_geolite2
-            paths.append(os.path.join(os.path.dirname(_maxminddb_geolite2.__file__),
-                                      "GeoLite2-City.mmdb"))
-        for path in paths:
-            with open(path, "rb") as file:
-                ours = ms.CountryFile(file.read())
-            with maxminddb.open_database(path) as reference:
-                found = 0
-                for number in range(200_000 // len(paths)):
-                    address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
-                    if number % 2:
-                        address = str(ipaddress.IPv6Address(
-                            0x2 << 124 | chance.getrandbits(12) << 112 | chance.getrandbits(112)))
-                    record = reference.get(address) or {}
-                    country = record.get("country", {}).get("iso_code", "").lower()
-                    self.assertEqual(ours.country(address), country, (path, address))
-                    found += bool(country)
-                self.assertGreater(found, 1000, path)
+            folder = os.path.dirname(_maxminddb_geolite2.__file__)
+            with open(os.path.join(folder, "GeoLite2-City.mmdb"), "rb") as file:
+                files.append(file.read())
+        for raw in files:
+            ours = ms.CountryFile(raw)
+            reference = maxminddb.open_database(io.BytesIO(raw), maxminddb.MODE_FD)
+            found = 0
+            for _ in range(20_000):
+                address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
+                if chance.random() < 0.5:
+                    address = str(ipaddress.IPv6Address(2 << 124 | chance.getrandbits(124)))
+                record = reference.get(address) or {}
+                country = record.get("country", {}).get("iso_code", "").lower()
+                self.assertEqual(ours.country(address), country, (len(raw), address))
+                found += bool(country)
+            self.assertGreater(found, 1000, len(raw))
 
 
 class CountriesTest(WebCase):
@@ -9732,9 +9669,9 @@ class CountriesTest(WebCase):
 
     def test_a_damaged_file(self):
         self.rules.country_file = ms.CountryFile(mmdb_file(
-            {"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
+            {"203.0.113.0/24": 0}, mmdb_head(7, 5)))
         self.assertEqual((self.list().country, self.rules.country_trouble),
-                         ("", "no map where one has to be"))
+                         ("", "a value beyond the end of the file"))
 
     def test_filters(self):
         for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
@@ -9770,8 +9707,7 @@ class CountriesTest(WebCase):
         registration = {"info": DDNET_INFO.decode(), "serial": 0, "secret": "0" * 32,
                         "addresses": ["tw-0.6+udp://203.0.113.9:1"]}
         for address, location in (("203.0.113.9", "eu"), ("192.0.2.9", "as:cn"), ("8.8.8.8", None)):
-            self.list(1, address, "ddnet", private={"ddnet_registration": registration})
-            server = self.registry.get("ddnet", address, 1)
+            server = self.list(1, address, "ddnet", private={"ddnet_registration": registration})
             entry = json.loads(ms.ddnet_entry(server))
             self.assertEqual((entry.get("location"), sorted(entry)[:2]),
                              (location, ["addresses", "info"]))
@@ -9870,18 +9806,19 @@ class CountryFileOfTheProgram(unittest.TestCase):
             server.tick(now + 1.0)
 
         nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_value({"country": "DE"}))
+        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
         for raw, country, line, trouble in (
                 (nl, "nl", "file with countries read", None),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: no map", "the file is damaged: no map"),
+                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
                 (pl, "pl", "file with countries read", None)):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
                 run()
                 run()
             self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output if "settings read again" not in text]
+            lines = [text for text in logged.output
+                     if "settings read again" not in text and "aio listed" not in text]
             self.assertRegex(lines[-1], line)
             self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
             self.assertIn(trouble or "", server.health.get("countries", ""))
@@ -13009,25 +12946,16 @@ class UpstreamsTest(unittest.TestCase):
                 "%s a.example: its servers are not queried; the game is switched off here"
                 % game]))
 
-    def test_servers_of_before_a_restart(self) -> None:
-        """They are polled on without the list; those of a list that is not named any more leave."""
+    def test_servers_of_a_list_that_is_named_no_more_after_a_restart(self) -> None:
         self.start("hyperbol a.example")
-        self.silent = ["203.0.113.6"]
-        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, ""), (6, "a.example")):
+        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, "")):
             address = "203.0.113.%d" % number
             server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at,
                                room="hyperbol")
-            server.confirmed = False
             self.server.registry.insert(server)
             self.server.rooms["hyperbol"].resume(server)
         self.server.upstreams = ms.Upstreams(self.server)
-        self.lists["a.example"] = OSError("away")
-        self.assertEqual(self.listed(), [
-            ("203.0.113.6", "a.example"), ("203.0.113.7", ""), ("203.0.113.9", "a.example")])
-        self.run_for(120)
-        self.assertEqual([(server.address, server.confirmed)
-                          for server in self.server.registry.servers()],
-                         [("203.0.113.7", True), ("203.0.113.9", True)])
+        self.assertEqual(self.listed(), [("203.0.113.7", ""), ("203.0.113.9", "a.example")])
 
     def test_host_names_in_a_list(self) -> None:
         """They are looked up for a time, new ones first, then those looked up longest ago."""
@@ -14129,61 +14057,22 @@ class OtherMastersLists(unittest.TestCase):
                 self.assertEqual(bool(words), bool(told))
 
     def test_two_masters(self) -> None:
-        """What announced itself to the first one is on the second one's page, and in its lists."""
-        games = {"hyperbol": hyperbol_game(b"Arena of Doom"), "subspace": zone_answer,
-                 "luanti": lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else [],
-                 "aio": lambda data: [zlib.compress(AIO_ANSWER)] if data == b"\0" else [],
-                 "xonotic": lambda data: [info(data[12:], gamename=b"Xonotic", protocol=b"3")]}
-        with contextlib.ExitStack() as stack:
-            first = master(limits__exempt="127.0.0.0/8", **{
-                name: "0" for name in ("hyperbol__port", "aio__port", "quake3__port",
-                                       "http__ports")}, subspace__port=str(free_port()))
-            stack.callback(first.stop)
-            first.bind()
-            places = {}
-            for game, answer in games.items():
-                place = stack.enter_context(FakeServer(answer))
-                places[game] = port = place.port - (game == "subspace")
-                room = "quake3" if game == "xonotic" else game
-                stored = {}
-                if game == "luanti":
-                    stored["luanti_announcement"] = json.loads(LUANTI_STORED)
-                fields = {"name": "First", "verified": "query", "room": room,
-                          "private": ms.ROOMS[room].restored(stored)}
-                if game == "xonotic":
-                    fields.update(version="3", details={"gamename": "Xonotic"})
-                first.registry.list_or_refresh(
-                    (game, "127.0.0.1", port), "127.0.0.1", time.monotonic(), 600.0, fields)
-            first.start()
-            lines = ["%s 127.0.0.1:%d%s" % (game, port_of(first, protocol), more)
-                     for game, protocol, more in (
-                         ("hyperbol", "hyperbol", ""), ("subspace", "subspace", ""),
-                         ("luanti", "http", ""), ("aio", "aio", ""),
-                         ("quake3", "quake3", " Xonotic 3"))]
-            second = stack.enter_context(RunningServer(
-                start=HURRIED, upstream__masters="\n".join(lines), hyperbol__port="0",
-                subspace__port=str(free_port()), aio__port="0", quake3__port="0",
-                limits__exempt="127.0.0.0/8"))
-
-            def listed() -> Dict[str, Any]:
-                body = fetch(second.port("http"), "/servers.json")[2]
-                return {server["game"]: server for server in json.loads(body)["servers"]}
-            eventually(lambda: len(listed()) == len(games))
-            for game, server in listed().items():
-                self.assertEqual(server["port"], places[game])
-                self.assertRegex(server["found_at"], r"\A127\.0\.0\.1:[0-9]+\Z")
-                self.assertEqual(server["verified"] == "another list",
-                                 game in ("luanti", "subspace"))
-            self.assertEqual({game: server["name"] for game, server in listed().items()}, {
-                "hyperbol": "Arena of Doom", "subspace": "First", "aio": "My server",
-                "xonotic": "Red Test  q", "luanti": json.loads(LUANTI_START)["name"]})
-            for game, protocol, more in (
-                    ("hyperbol", "hyperbol", []), ("luanti", "http", []), ("aio", "aio", []),
-                    ("quake3", "quake3", ["--gamename", "Xonotic", "--protocol", "3"]),
-                    ("subspace", "subspace", [])):
-                place = "127.0.0.1:%d" % second.port(protocol)
-                status, out, err = command("list", "--game", game, place, *more)
-                self.assertEqual((status, out.count("127.0.0.1"), err), (0, 1, ""), game)
+        """What the ini of the first one names is on the second one's page, and in its list."""
+        with FakeServer(hyperbol_game(b"Arena of Doom")) as game, \
+                RunningServer(start=HURRIED, hyperbol__port="0",
+                              hyperbol__servers=game.place) as first, \
+                RunningServer(start=HURRIED, hyperbol__port="0", upstream__masters=(
+                    "hyperbol 127.0.0.1:%d" % first.port("hyperbol")),
+                    upstream__interval="10") as second:
+            listed = eventually(lambda: json.loads(
+                fetch(second.port("http"), "/servers.json")[2])["servers"])
+            self.assertEqual([(server["name"], server["port"], server["found_at"])
+                              for server in listed],
+                             [("Arena of Doom", game.port,
+                               "127.0.0.1:%d" % first.port("hyperbol"))])
+            place = "127.0.0.1:%d" % second.port("hyperbol")
+            status, out, err = command("list", "--game", "hyperbol", place)
+            self.assertEqual((status, game.place in out, err), (0, True, ""))
 
 
 @mock.patch.object(ms, "ASK_WAIT_S", SOON_S)
