@@ -13752,12 +13752,7 @@ class FakeServer(threading.Thread):
 
 
 def zone_answer(question: bytes) -> List[bytes]:
-    """As the captured asss does, whatever the timestamp (PROTOCOLS, section 4)."""
-    if len(question) == 4:
-        return [hexa("06000000") + question]
-    options, arenas = question[4], hexa("3000 0200 0100 706200 0100 0100 00")
-    return [question[:4] + bytes([options, 0, 0, 0]) + hexa("06000000 04000000") * (options & 1)
-            + arenas * (options >> 1)]
+    return [asss(question)]
 
 
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
@@ -13769,12 +13764,6 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
-# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
-# and their maximum, map, flags, version, players of each faction, skill
-HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
-                   (161, b"\5"), (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
-
-
 def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]:
     """A game server that answers queries under this name, from this one on."""
     queries: List[bytes] = []
@@ -13783,10 +13772,7 @@ def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]
         queries.append(query)
         if len(query) != 5 or query[0] != 2 or len(queries) < first:
             return [b"\x1bnone" + bytes(224)]           # to another's query
-        data = bytearray(229)
-        for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
-            data[offset:offset + len(value)] = value
-        return [bytes(data)]
+        return [hyperbol_reply(o1=query[1:], o5=name)]
     return answer
 
 
@@ -14707,7 +14693,7 @@ class HyperbolProgramTest(unittest.TestCase):
             server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
                 hyperbol__servers="\n".join(known)))
-            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4)
+            eventually(lambda: len(ms.fetch_list(ms.Hyperbol(), host, 20203)) == 4)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
