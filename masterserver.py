@@ -10828,34 +10828,14 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-def announced_text(value, max_characters):
-    """Return a text that is safe to show, also for a number; None for any other value."""
-    if isinstance(value, (bool, list, dict)):
-        return None
-    return clean(str(value), max_characters)
-
-
-def announced_number(value, low):
-    """Return a number of JSON or its digits as an int; None if it is not from `low` to 65535."""
-    text = "" if isinstance(value, (list, dict)) else str(value)
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
-    number = int(match.group(1)) if match else -1
-    return number if low <= number <= PLAYERS_MAX else None
-
-
-# What an announcement may say: the function that reads a value, its limit, and the error
-ANNOUNCED_FIELDS = {
-    "game": (announced_text, NAME_CHARACTERS, "game is not a text"),
-    "port": (announced_number, 1, "port: expected a number from 1 to 65535"),
-    "action": (announced_text, NAME_CHARACTERS, "action is not a text"),
-    "name": (announced_text, NAME_CHARACTERS, "name is not a text"),
-    "mode": (announced_text, NAME_CHARACTERS, "mode is not a text"),
-    "map": (announced_text, NAME_CHARACTERS, "map is not a text"),
-    "version": (announced_text, NAME_CHARACTERS, "version is not a text"),
-    "description": (announced_text, TEXT_CHARACTERS, "description is not a text"),
-    "players": (announced_number, 0, "players: expected a number from 0 to 65535"),
-    "max_players": (announced_number, 0, "max_players: expected a number from 0 to 65535"),
-}
+# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
+# values
+ANNOUNCED_TEXTS = {
+    "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
+    "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
+    "description": TEXT_CHARACTERS}
+ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
+ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
 
 
 class OwnGame(Game):
@@ -11011,12 +10991,20 @@ def form_values(body):
 
 
 def announced_value(name, value):
-    """Return the value of a field as ANNOUNCED_FIELDS says. Raise Refused if it is wrong."""
-    read, limit, error = ANNOUNCED_FIELDS[name]
-    result = read(value, limit)
-    if result is None:
-        raise Refused("bad packet", error)
-    return result
+    """Return the value of one of ANNOUNCED_FIELDS, a clean text or a number. Raise Refused.
+
+    A text may come as a number of JSON, and a number as a text."""
+    if name in ANNOUNCED_TEXTS:
+        if isinstance(value, (bool, list, dict)):
+            raise Refused("bad packet", name + " is not a text")
+        return clean(str(value), ANNOUNCED_TEXTS[name])
+    low = ANNOUNCED_NUMBERS[name]
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    number = int(match.group(1)) if match else -1
+    if not low <= number <= PLAYERS_MAX:
+        raise Refused("bad packet", "%s: expected a number from %d to 65535" % (name, low))
+    return number
 
 
 def announced_game(web, value):
@@ -11117,13 +11105,13 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
+
+
 def get_check(web, request):
     """Return the response with the page that says what became of an address's packets.
 
-    The query names the address, by default the client's own, and perhaps a port. The listed servers
-    on the page are copies, with times in seconds since 1970."""
+    The query names the address, by default the client's own, and perhaps a port."""
     address, port = query_endpoint(request, request.address)
-    wall = request.now + web.epoch
     listed = []
     for server in web.registry.servers():
         if address in (server.address, server.source) and port in (0, server.port):
@@ -11131,8 +11119,8 @@ def get_check(web, request):
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
-    findings += recorded_findings(web, address, port, listed, wall)
-    page = render_check_page(web.look, address, port, findings, listed, wall)
+    findings += recorded_findings(web, address, port, listed, request.wall)
+    page = render_check_page(web.look, address, port, findings, listed, request.wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -11144,9 +11132,19 @@ def current_outcomes(web, request, address, listed):
     rules = web.rules
     outcomes = []
     for server in listed:
-        if server.responding:
-            room = web.rooms.get(server.room)
-            outcomes.append((listed_outcome(server, room), server.found_at))
+        room = web.rooms.get(server.room)
+        if not server.responding:
+            continue
+        outcome = "listed"
+        if not server.confirmed:
+            outcome = "unconfirmed"
+        elif server.found_at:
+            outcome = "found"
+        elif server.address in LOCAL_NETWORKS:
+            outcome = "private"
+        elif ":" in server.address and room and room.ipv4_list:
+            outcome = "ipv6"
+        outcomes.append((outcome, server.found_at))
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
     if ban_reason:
         outcomes.append(("banned", ban_reason))
@@ -11154,19 +11152,6 @@ def current_outcomes(web, request, address, listed):
         datagrams_per_s, _ = web.settings["limits.datagrams"]
         outcomes.append(("flood", "%g" % datagrams_per_s))
     return list(dict.fromkeys(outcomes))
-
-
-def listed_outcome(server, room):
-    """Return the key in OUTCOMES that says how a listed server of this room stands."""
-    if not server.confirmed:
-        return "unconfirmed"
-    if server.found_at:
-        return "found"
-    if server.address in LOCAL_NETWORKS:
-        return "private"
-    if ":" in server.address and room and room.ipv4_list:
-        return "ipv6"
-    return "listed"
 
 
 def recorded_findings(web, address, port, listed, wall):
@@ -11249,27 +11234,13 @@ METRICS = {
 
 def get_metrics(web, request):
     """Return all metrics, in the text format of Prometheus, version 0.0.4."""
-    values = metric_values(web, request.now)
-    lines = []
-    for name, help in METRICS.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines.append("# HELP masterserver_%s %s\n" % (name, help))
-        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
-        for labels, value in values[name].items():
-            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
-    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-def metric_values(web, now):
-    """Return the values of all metrics: a dict by name of dicts by labels.
-
-    Labels are text, such as '{game="aio"}'; a metric without labels has the key ""."""
     core = web.core
-    values = collections.defaultdict(dict)
+    # By the name of the metric, and by its labels, such as '{game="aio"}'; "" for no labels
+    values: Any = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
         for field, value in vars(tally).items():
             values[field + "_total"]['{protocol="%s"}' % protocol] = value
-    for game, census in web.registry.census(now).items():
+    for game, census in web.registry.census(request.now).items():
         for field, value in census._asdict().items():
             values[field]['{game="%s"}' % game] = value
     for (route, status), value in web.request_counts.items():
@@ -11292,7 +11263,14 @@ def metric_values(web, now):
         if state.fetched is not None:
             values["upstream_fetched_seconds"][labels] = state.fetched
     values["info"]['{version="%s"}' % __version__] = 1
-    return values
+    lines = []
+    for name, help in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append("# HELP masterserver_%s %s\n" % (name, help))
+        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
+        for labels, value in values[name].items():
+            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
+    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def get_healthz(web, request):
@@ -11359,27 +11337,27 @@ ROUTES = {
 
 # Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
-ZERO_WIDTH_SPACE = "\u200b"
+# The pattern of the marks in a name that would change the format of a message, and what replaces it
+NEWS_MARKS = {
+    # A backslash before each mark, so that Markdown shows the mark itself
+    "discord": (MARK, r"\\\g<0>"),
+    # Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
+    # mark, or run of equal marks, has no effect on a space that follows it, here one without width
+    "slack": (r"(%s)\1*" % MARK, "\\g<0>\u200b"),
+}
 
 
-def escape_markdown(name):
-    """Return a name with a backslash before each mark, so that Markdown shows the mark itself."""
-    return re.sub(MARK, r"\\\g<0>", name)
+def news_message(message_format, server, titles, settings, entry):
+    """Return the media type and the body of a message that fills [notify] text for a server.
 
+    `message_format` is "discord", "slack", "text" or "json". `titles` are those of the games, by
+    their ids, `entry` is the server's entry in /servers.json."""
+    def escape(text):
+        if message_format not in NEWS_MARKS:
+            return text
+        pattern, replacement = NEWS_MARKS[message_format]
+        return re.sub(pattern, replacement, text)
 
-def separate_marks(name):
-    """Return a name with a zero-width space after each mark, or run of equal marks.
-
-    Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
-    mark has no effect on a space that follows it."""
-    return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
-
-
-def news_text(server, titles, settings, escape=str):
-    """Fill the template in the setting [notify] text for a server, and return the text.
-
-    `titles` are those of the games, by their ids. `escape(name)` escapes the marks in a name that
-    would change the format of the message."""
     title = titles.get(server.game)
     if title is None:
         title = server.details.get("gamename", server.game)
@@ -11394,34 +11372,14 @@ def news_text(server, titles, settings, escape=str):
         country=escape(country_name(server.country) or "?"),
         url=url,
         players=server.players,
-        max_players=server.max_players or "?")
-    return text.strip()
-
-
-# The functions below return the media type and the body of a message. `entry` is the server's entry
-# in /servers.json
-
-def discord_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, escape_markdown)
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
-
-
-def slack_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, separate_marks)
-    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
-
-
-def text_news(server, titles, settings, entry):
-    return TEXT_TYPE, news_text(server, titles, settings).encode()
-
-
-def json_news(server, titles, settings, entry):
-    text = to_json(news_text(server, titles, settings))
-    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
-
-
-# The functions that write a message, by the formats that a line of [webhooks] can name
-NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
+        max_players=server.max_players or "?").strip()
+    if message_format == "discord":
+        return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+    if message_format == "slack":
+        return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+    if message_format == "json":
+        return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (to_json(text), entry)
+    return TEXT_TYPE, text.encode()
 
 
 # ================================================================================================
@@ -12641,8 +12599,8 @@ class News:
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
-            format_news = NEWS_FORMATS[hook.format]
-            media_type, body = format_news(server, titles, self.settings, json_entry)
+            media_type, body = news_message(
+                hook.format, server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
             hook.submit(delivery, on_result=None)
 
@@ -15231,8 +15189,7 @@ def command_notify(arguments):
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
-        format_news = NEWS_FORMATS[format_name]
-        media_type, body = format_news(server, titles, settings, entry)
+        media_type, body = news_message(format_name, server, titles, settings, entry)
         http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):

@@ -9743,7 +9743,9 @@ class CountriesTest(WebCase):
     def test_news(self):
         self.core.settings.values["notify.text"] = "$name in $country"
         for address, text in (("203.0.113.9", "S in Germany"), ("8.8.8.8", "S in ?")):
-            self.assertEqual(ms.news_text(self.list(1, address), {}, self.core.settings), text)
+            _, body = ms.news_message(
+                "text", self.list(1, address), {}, self.core.settings, b"")
+            self.assertEqual(body.decode(), text)
 
 
 class CountryFileOfTheProgram(unittest.TestCase):
@@ -10109,8 +10111,8 @@ class NewsTest(unittest.TestCase):
             entry = ms.with_times(ms.server_json(server), server, WALL, "")
             bodies = {}
             titles = {"iceball": "Iceball"}
-            for format in ms.NEWS_FORMATS:
-                type, body = ms.NEWS_FORMATS[format](server, titles, settings, entry)
+            for format in "discord", "slack", "text", "json":
+                type, body = ms.news_message(format, server, titles, settings, entry)
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -10134,7 +10136,7 @@ class NewsTest(unittest.TestCase):
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
             settings = ms.Settings(settings)
-            self.assertEqual(ms.text_news(empty, settings["games"], settings, b""),
+            self.assertEqual(ms.news_message("text", empty, settings["games"], settings, b""),
                              ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
