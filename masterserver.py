@@ -9230,11 +9230,9 @@ class PageContext(NamedTuple):
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
     def room(self, server):
-        """Return the room of a server's game."""
         return self.rooms.get(server.room, PLAIN_GAME)
 
     def game_title(self, game):
-        """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
 
 
@@ -9289,7 +9287,6 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the marks beside the name of a server, each with an explanation as its title."""
     badges = (
         (server.official, "official", "Marked as official by the operator of this list"),
         (not server.confirmed, "unconfirmed",
@@ -9330,12 +9327,10 @@ def render_sparkline(counts):
 
 
 def without_gaps(counts):
-    """Return the player counts without the None that stands where the server was away."""
     return [count for count in counts if count is not None]
 
 
 def number_text(number):
-    """Return a number with commas between the thousands: "1,003"."""
     return format(number, ",")
 
 
@@ -9367,7 +9362,6 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 
 def render_tab(link, text, is_current, count=""):
-    """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
         '<a href="$link" aria-current="$current">$text<small>$count</small></a>\n',
         link=link,
@@ -9381,8 +9375,9 @@ def render_tab(link, text, is_current, count=""):
 def list_summary(servers):
     """Return what a chat shows of the link to a list: its totals, and who has players."""
     played = [server for server in servers if server.players]
+    players = sum([server.players for server in servers])
     summary = "%s on %d of %s" % (
-        total_players_text(servers), len(played), count_text(len(servers), "server"))
+        count_text(players, "player"), len(played), count_text(len(servers), "server"))
     previews = []
     for server in played[:5]:               # more than a chat shows
         name = server.name or endpoint_text(server.address, server.port)
@@ -9392,14 +9387,10 @@ def list_summary(servers):
     return summary
 
 
-def total_players_text(servers):
-    """Return the number of players on all these servers together: "312 players"."""
-    return count_text(sum([server.players for server in servers]), "player")
-
-
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
-    totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    players = sum([server.players for server in servers])
+    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
     return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
                          spark=spark, totals=Html(bold_totals))
@@ -9425,8 +9416,8 @@ def render_game_tabs(context, counts, chosen_game):
 def render_search(list_filter, country_counts):
     """Return the search form with the values of a ListFilter.
 
-    `country_counts` has the number of servers in each country that has any. The choice of countries
-    is hidden if none is known. A chosen country is offered even without servers."""
+    `country_counts` has the number of servers in each country that has any. A chosen country is
+    offered even without servers."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
@@ -9496,9 +9487,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
 def render_rows(context, servers, hourly_players, epoch, wall):
     """Return the table rows of these servers as Html.
 
-    `hourly_players` maps a server's key to its player counts of the last 24 hours. `wall` is the
-    present time in seconds since 1970, and `epoch` the difference between it and the monotonic
-    clock, by which servers note when they were last seen."""
+    `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
+    difference between `wall` and the monotonic clock, by which servers were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
         return render_server_row(context, server, spark)
@@ -9655,33 +9645,25 @@ def server_facts(context, server, is_listed, history, wall):
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
-        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+        # Samples from before the server was first seen do not count
+        samples_before = int((server.first_seen - series.start) // series.step)
+        samples = series.means[max(0, samples_before):]
+        if samples:
+            # The share is rounded down, so that it is 100 % only if the server was always there
+            permille = 1000 * (len(samples) - samples.count(None)) // len(samples)
+            facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
-def uptime_text(series, first_seen):
-    """Return the uptime of a server in the time of a Series as text: "99.8 % of the time".
-
-    Samples from before the server was first seen do not count. Return "" if there are no others."""
-    samples_before = int((first_seen - series.start) // series.step)
-    samples = series.means[max(0, samples_before):]
-    if not samples:
-        return ""
-    present_count = len(samples) - samples.count(None)
-    # The share is rounded down, so that it is 100 % only if the server was always there
-    permille = 1000 * present_count // len(samples)
-    return "%.4g %% of the time" % (permille / 10)
-
-
-# --- The pages for checks and errors -------------------------------------------------------------
+# --- The page for checks --------------------------------------------------------------------------
 
 def render_check_page(context, address, port, findings, listed, wall):
-    """Return the page that says what became of an address's packets, as UTF-8 bytes.
+    """Return the page as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` are from finding(). `listed` has the servers at
-    that address that are listed now; their times, and `wall`, are in seconds since 1970."""
+    `port` is 0 for all ports. `listed` has the servers at that address that are listed now; their
+    times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -9709,12 +9691,6 @@ def render_check_page(context, address, port, findings, listed, wall):
         listed=listed_pieces,
         findings=finding_list)
     return render_page(context, "Is my server listed?", main=main)
-
-
-def render_error_page(context, status, reason, hint):
-    """Return the page for an error such as 404 "Not Found"; `hint` says what to do about it."""
-    main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
-    return render_page(context, reason, main=main)
 
 
 # --- The chart of a server's players -------------------------------------------------------------
@@ -10219,7 +10195,8 @@ class HttpSession(Session):
             body = to_json({"listed": False, "reason": hint})
         reason = http.client.responses[status]
         if body is None and "text/html" in request.header("Accept"):
-            body = render_error_page(self.web.look, status, reason, hint)
+            page = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
+            body = render_page(self.web.look, reason, main=page)
             media_type = HTML_TYPE
         elif body is None:
             body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
@@ -10363,7 +10340,6 @@ class Web(TcpProtocol):
             self.registry.forget_entries()
 
     def forget_responses(self):
-        """Empty the caches of lists and of whole responses."""
         self.lists.clear()
         self.empty_caches()
 
@@ -10616,7 +10592,6 @@ def with_times(entry, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    """Return all fields of the listed servers. The query is a ListFilter."""
     def render(servers):
         entries = []
         for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
@@ -10719,9 +10694,8 @@ def with_wall_times(server, epoch):
 
 
 def get_server(web, request):
-    """Return the response with the page of one server, which the query names.
-
-    A server that has left the list has a page too, if the database remembers it."""
+    """Return the page of one server. One that has left the list has a page, too, if the database
+    remembers it."""
     key, span = query_history(request)
     database = web.core.database
 
@@ -10753,10 +10727,10 @@ def get_server(web, request):
 
 
 def get_banner(web, request):
-    """Return the response with a picture of one server, which the query names, for other pages.
+    """Return a picture of one server for other pages, an SVG of 560 × 95 pixels.
 
-    The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
-    because a page that embeds it cannot show a text instead."""
+    It is made for unknown servers too, with status 404, because a page that embeds it cannot show a
+    text instead."""
     key, _ = query_history(request)
     server = web.registry.get(*key)
     database = web.core.database
@@ -10799,7 +10773,6 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """Return the response with the player counts of one server, or of a whole game, as JSON."""
     key, span = query_history(request)
     game, address, port = key
     database = web.core.database
@@ -10808,15 +10781,8 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game,
-            "address": address,
-            "port": port,
-            "span": span,
-            "start": series.start,
-            "step": series.step,
-            "players": series.means,
-            "peak": series.peaks,
-        })
+            "game": game, "address": address, "port": port, "span": span, "start": series.start,
+            "step": series.step, "players": series.means, "peak": series.peaks})
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
@@ -10955,7 +10921,6 @@ def form_json(body, field):
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused."""
     try:
         members = read_json_object(body)
     except Malformed as error:
@@ -11108,9 +11073,8 @@ OUTCOMES = {
 
 
 def get_check(web, request):
-    """Return the response with the page that says what became of an address's packets.
-
-    The query names the address, by default the client's own, and perhaps a port."""
+    """Return the page that says what became of the packets of an address, by default the client's
+    own, and perhaps of one port."""
     address, port = query_endpoint(request, request.address)
     listed = []
     for server in web.registry.servers():
@@ -11156,9 +11120,7 @@ def current_outcomes(web, request, address, listed):
 
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about the packets that came from an address, as HTML, the latest first.
-
-    `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
-    CHECK_FINDINGS findings are returned."""
+    """
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
@@ -11186,11 +11148,9 @@ def recorded_findings(web, address, port, listed, wall):
 
 
 def finding(outcome, detail, arrival=""):
-    """Return one finding of the page /check as HTML.
+    """Return one finding of the page /check as HTML. `arrival` says when a packet came, if any did.
 
-    `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
-    came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
-    protocol added by somebody else, is its own title."""
+    An outcome that is not in OUTCOMES, from a protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
     return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
@@ -11291,9 +11251,7 @@ def get_healthz(web, request):
 
 
 def text_route(text, media_type, setting=""):
-    """Return the function of a route that serves `text`.
-
-    If the setting of this name names a file, the function serves the text of that file instead."""
+    """Return the function of a route that serves `text`, or the file that this setting names."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
         return HttpResponse((file_text or text).encode(), media_type, is_public=True)
