@@ -11628,16 +11628,6 @@ class StartError(Exception):
     """The server cannot start; the text says what to change."""
 
 
-class Service(NamedTuple):
-    """What listens on the ports of one setting."""
-
-    name: str
-    transport: str                  # "udp" or "tcp"
-    setting: str                    # its port, or ports; "" for any free port
-    offset: int = 0                 # is added to the port in the setting
-    uses_tls: bool = False
-
-
 class Listener(NamedTuple):
     """One bound socket, as the ready file describes it."""
 
@@ -11711,8 +11701,8 @@ class MessageVector:
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
     def make_arrays(self):
-        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in. The
-        structs at the same position belong together."""
+        """Return an array of mmsghdr, one of iovec and one of sockaddr_in. The structs at the same
+        position belong together."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
@@ -11758,7 +11748,7 @@ class MessageVector:
         return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send a non-empty list of (data, sockaddr) pairs."""
+        """Send a list of (data, sockaddr) pairs, which must not be empty."""
         lengths = [len(data) for data, _ in answers]
         total_bytes = sum(lengths)
         count = len(answers)
@@ -11768,7 +11758,7 @@ class MessageVector:
             self.send(sock, answers[:half], tally)
             self.send(sock, answers[half:], tally)
             return
-        # The datagrams are packed into the buffer without gaps: each starts where the last one ends
+        # Each datagram starts in the buffer where the one before it ends
         self.out_data_bytes[:total_bytes] = b"".join([data for data, _ in answers])
         pointers = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
         self.out_pointers[:count] = array.array("Q", pointers)
@@ -11808,9 +11798,9 @@ class UdpSocket:
     and otherwise with one system call for each datagram."""
 
     def __init__(self, name, sock, protocol, tally, limiter, registry, vector=None):
-        """`name`: the protocol's name for the log; `vector`: a MessageVector, or None if the system
-        has none. The vector is not used if `sock` or `protocol` does not fit its buffers."""
-        self.name = name
+        """`vector` is a MessageVector, or None if the system has none. It is not used if `sock` or
+        `protocol` does not fit its buffers."""
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
@@ -11880,8 +11870,7 @@ class UdpSocket:
             self.send(answers)
 
     def receive(self):
-        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one. Return three lists, as
-        MessageVector.receive() does. A reply address is a peer here."""
+        """Do what MessageVector.receive() does, one by one. A reply address is a peer here."""
         packets, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
@@ -11897,8 +11886,8 @@ class UdpSocket:
         return packets, peers, peers
 
     def send(self, answers):
-        """Send a list of (data, peer) pairs, one by one. A datagram that cannot be sent is only
-        counted, because its peer will ask again."""
+        """Send a list of (data, peer) pairs. One that cannot be sent is only counted, because its
+        peer will ask again."""
         for data, peer in answers:
             try:
                 self.tally.bytes_out += self.sock.sendto(data, peer)
@@ -11925,6 +11914,13 @@ class TcpConnection:
     and discard what the peer still sends. Closing a socket with unread input would send a reset,
     and the peer could lose the end of the answer."""
 
+    is_closed = False
+    unsent: Any = b""                   # output for which the socket had no room yet
+    # When to disconnect a peer that reads too slowly, or that does not close its side
+    deadline = math.inf
+    linger_bytes = LINGER_BYTES         # how many bytes of further input we still discard
+    events = NO_EVENTS                  # what the selector waits for; NO_EVENTS during a job
+
     def __init__(self, listener, sock, address, session):
         """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
         TlsSocket, from `address`."""
@@ -11934,12 +11930,6 @@ class TcpConnection:
         self.sock = sock
         self.address = address
         self.session = session
-        self.is_closed = False
-        self.unsent: Any = b""              # output for which the socket had no room yet
-        # When to disconnect a peer that reads too slowly, or that does not close its side
-        self.deadline = math.inf
-        self.linger_bytes = LINGER_BYTES    # how many bytes of further input we still discard
-        self.events = NO_EVENTS             # what the selector waits for; NO_EVENTS during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
@@ -11949,10 +11939,10 @@ class TcpConnection:
         selector = self.master_server.selector
         if self.events != NO_EVENTS:
             selector.unregister(self.sock)
-        if events == selectors.EVENT_WRITE:
-            selector.register(self.sock, events, self.on_writable)
-        elif events == selectors.EVENT_READ:
-            selector.register(self.sock, events, self.on_readable)
+        if events != NO_EVENTS:
+            is_reading = events == selectors.EVENT_READ
+            on_ready = self.on_readable if is_reading else self.on_writable
+            selector.register(self.sock, events, on_ready)
         self.events = events
 
     def on_readable(self, now):
@@ -12062,15 +12052,15 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session,
-        unless it has timed out meanwhile and has answered 503 already."""
+        """Pass the result of the session's job, or the exception that it raised, to the session."""
+        # Otherwise it has timed out meanwhile, and has answered 503 already
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
-        """Close the connection if its deadline is over. Otherwise let the session send a greeting
-        that is due, or time out. This is called every LOOK_S."""
+        """Close the connection after its deadline. Otherwise let the session send a greeting that
+        is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
@@ -12226,15 +12216,15 @@ def bound_output(connections, now):
 class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
+    is_paused = False                   # True until the next tick after descriptors ran out
+
     def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
-        self.uses_tls = uses_tls
         self.master_server = master_server
-        self.name = name
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # True until the next tick after descriptors ran out
+        self.uses_tls = uses_tls
 
     def on_readable(self, now):
         health = self.master_server.health
@@ -12259,7 +12249,9 @@ class TcpListener:
                 continue
             health.pop("descriptors", None)
             address, *_ = peer
-            self.accept(sock, canonical_address(address), now)
+            if ":" in address:
+                address = canonical_address(address)
+            self.accept(sock, address, now)
 
     def tick(self, now):
         if self.is_paused:
@@ -12283,7 +12275,11 @@ class TcpListener:
         else:
             self.tally.connections += 1
             session = protocol.session(address, now)
-        self.make_room(now)
+
+        max_connections = min(master_server.settings["limits.connections_total"],
+                              master_server.max_descriptors - DESCRIPTORS_KEPT)
+        while len(master_server.connections) >= max(1, max_connections):
+            self.close_least_needed(now)
         sock.setblocking(False)
         if self.uses_tls:
             sock = TlsSocket(sock, master_server.certificate.context)
@@ -12308,22 +12304,16 @@ class TcpListener:
             return True
         return not rules.connection_limiter.allow(address, now)
 
-    def make_room(self, now):
-        """Close as many connections as it takes to have room for a new one.
-
-        First those that have had their whole answer, then those that have been idle for longest.
-        Connections of game servers that publish themselves are the last choice."""
-        master_server = self.master_server
-        connections = master_server.connections         # the one idle for longest comes first
-        max_connections = min(master_server.settings["limits.connections_total"],
-                              master_server.max_descriptors - DESCRIPTORS_KEPT)
-        while connections and len(connections) >= max_connections:
-            answered = (connection for connection in connections
-                        if connection.session.done and not connection.unsent)
-            clients = (connection for connection in connections if not connection.session.kept)
-            least_needed = next(itertools.chain(answered, clients, connections))
-            least_needed.tally.limited += 1
-            least_needed.close(now)
+    def close_least_needed(self, now):
+        """Close a connection: one that has had its whole answer, or else the one that has been idle
+        for longest. Connections of game servers that publish themselves are the last choice."""
+        connections = self.master_server.connections    # the one idle for longest comes first
+        answered = (connection for connection in connections
+                    if connection.session.done and not connection.unsent)
+        clients = (connection for connection in connections if not connection.session.kept)
+        least_needed = next(itertools.chain(answered, clients, connections))
+        least_needed.tally.limited += 1
+        least_needed.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
@@ -12610,8 +12600,8 @@ WEBHOOK_S = 10.0                    # the timeout of one attempt
 WEBHOOK_TRIES = 3                   # how many attempts a message gets
 WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
-# How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
-# any number of players for each
+# How many messages a source gets at once, and again within [notify] again_after. It can list 32
+# servers, and claim any number of players for each
 NEWS_PER_SOURCE = 2
 
 
@@ -12708,12 +12698,8 @@ class News:
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
-        self.departed = []                          # keys of those that left since the last tick
-        # The times of messages: of the last one about each server, of the last few about servers of
-        # each source, and of the last NEWS_PER_MINUTE of all
-        self.sent_at = collections.OrderedDict()
-        self.sent_by_source = collections.OrderedDict()
-        self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
+        self.sent_at = collections.OrderedDict()    # when the last message about a server was sent
+        self.all_limiter = Limiter((NEWS_PER_MINUTE / MINUTE, NEWS_PER_MINUTE))
         gauges["news_dropped_total"] = 0
         self.read(settings)
 
@@ -12721,6 +12707,8 @@ class News:
         """Apply these settings. A webhook whose line in the ini has not changed keeps its waiting
         messages. The other old webhooks are dismissed."""
         self.settings = settings
+        per_second = NEWS_PER_SOURCE / max(1.0, settings["notify.again_after"])
+        self.source_limiter = Limiter((per_second, NEWS_PER_SOURCE), self.registry.rules.verdict)
         old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
@@ -12733,21 +12721,16 @@ class News:
                 hook.dismiss()
 
     def tick(self, now):
-        """Forget the servers that have left, but not those that were listed again at once, because
-        another master has heard them too."""
         self.now = now
-        for key in self.departed:
-            if self.registry.get(*key) is None:
-                self.below_threshold.discard(key)
-        self.departed.clear()
 
     def note(self, event, server):
-        """Remember a server that has fewer players than [notify] players, and publish a message as
-        soon as it has so many. `event` is "listed", "changed" or "gone"."""
+        """Remember a server that has fewer players than [notify] players, and publish a message
+        when it has so many. `event` is "listed", "changed" or "gone" in the last second."""
         key = server.key
         if event == "gone":
-            if key in self.below_threshold:
-                self.departed.append(key)
+            # Another master may have heard it too. Then it was listed again at once
+            if self.registry.get(*key) is None:
+                self.below_threshold.discard(key)
             return
         if not server.confirmed or not server.responding:
             # The server may come back with many players, but that is not news
@@ -12768,7 +12751,6 @@ class News:
         enough."""
         settings, now = self.settings, self.now
         games = settings["notify.games"]
-        again_after = settings["notify.again_after"]
         if not self.hooks or (games and server.game not in games):
             return False
         if settings["notify.official_only"] and not server.official:
@@ -12777,29 +12759,19 @@ class News:
         if not self.follows(server, now):
             return False
         never = -math.inf
-        if now - self.sent_at.get(server.key, never) < again_after:
+        if now - self.sent_at.get(server.key, never) < settings["notify.again_after"]:
             return False
         # Otherwise a stranger could list many servers with invented players, and fill the channel
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = self.sent_by_source.get(key, ())
-            recent_times = [sent_at for sent_at in sent_times if now - sent_at < again_after]
-            if len(recent_times) >= limit and not self.registry.rules.exempts(server.source):
-                return False
-        return True
+        return self.source_limiter.allow(server.source, now)
 
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
         master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
         now, sends = self.now, self.sends(self.now)
-        times = self.recent_message_times
-        if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
+        if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        times.append(now)
         keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = (*self.sent_by_source.get(key, ()), now)
-            keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
@@ -14195,6 +14167,16 @@ LOGGED_EVENTS = 20                  # lines a second for servers that come and g
 ANY_FREE_PORT = 0
 
 
+class Service(NamedTuple):
+    """What listens on the ports of one setting."""
+
+    name: str
+    transport: str                  # "udp" or "tcp"
+    setting: str                    # its port, or ports; "" for any free port
+    protocol: Any                   # a UdpProtocol or a TcpProtocol
+    offset: int = 0                 # is added to the port in the setting
+
+
 class MasterServer:
     """The running program. Another program can embed it:
 
@@ -14222,7 +14204,6 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
-    next_certificate_warning = 0.0
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
@@ -14248,7 +14229,7 @@ class MasterServer:
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
         # What is called once a second, and after a reload
-        self.protocols = [self.news]
+        self.protocols: List[Any] = [self.news]
         self.udp_sockets, self.tcp_listeners = [], []
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
         self.tick_sockets = {}
@@ -14418,7 +14399,7 @@ class MasterServer:
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
-            self.guarded(self.check_certificate, now, time.time())
+            self.guarded(self.check_certificate, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         self.tell_changes()
@@ -14438,9 +14419,9 @@ class MasterServer:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
-    def check_certificate(self, now, wall):
-        """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
-        day in the log. `now` and `wall` are the same moment by both clocks."""
+    def check_certificate(self, wall):
+        """Tell in /metrics when the certificate expires, and warn in time in /healthz and the log.
+        """
         expires = self.certificate.expires
         left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
@@ -14448,14 +14429,11 @@ class MasterServer:
         # after their begin. So with 14 days left, something is wrong
         if left_s > 14 * DAY:
             self.health.pop("certificate", None)
-            return
-        trouble = "the certificate for HTTPS has expired"
-        if left_s > 0:
-            trouble = "the certificate for HTTPS expires on %s" % utc_datetime(expires).date()
-        self.health["certificate"] = trouble
-        if now >= self.next_certificate_warning:
-            self.next_certificate_warning = now + DAY
-            log.warning("%s; renew [http] certificate", trouble)
+        elif left_s > 0:
+            report(self.health, "certificate", "the certificate for HTTPS expires on %s; renew "
+                   "[http] certificate" % utc_datetime(expires).date())
+        else:
+            report(self.health, "certificate", "the certificate for HTTPS has expired")
 
     def tick_protocol(self, protocol, now):
         for data, peer in protocol.tick(now) or ():
@@ -14544,42 +14522,33 @@ class MasterServer:
 
         Raise StartError if ports cannot be bound. It names all of them, because another program
         often holds several."""
-        problems = []
+        services = []
+        rooms = {}
         for room in self.rooms.values():
             if not room.is_on(self.settings):
                 continue
+            rooms[room.game] = room
             for port in room.ports:
                 protocol = port.make(room)
-                service = Service(room.game, port.transport, room.game + ".port", port.offset)
-                problems += self.open_sockets(service, protocol)
+                services.append(Service(
+                    room.game, port.transport, room.game + ".port", protocol, port.offset))
                 if protocol is not room:
                     self.protocols.append(protocol)
             self.protocols.append(room)
         web = Web(self)
-        problems += self.open_sockets(Service("http", "tcp", "http.ports"), web)
-        tls_service = Service("https", "tcp", "http.https_ports", uses_tls=True)
-        problems += self.open_sockets(tls_service, web)
-        problems += self.open_sockets(Service("poll", "udp", ""), self.poller)
+        services.append(Service("http", "tcp", "http.ports", web))
+        services.append(Service("https", "tcp", "http.https_ports", web))
+        services.append(Service("poll", "udp", "", self.poller))
         # The poller comes last, because its tick then queries servers that the others have named
         self.protocols += [web, self.poller]
+        problems = []
+        for service in services:
+            problems += self.open_sockets(service)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            rooms = {room.game: room for room in self.rooms.values() if room.is_on(self.settings)}
             self.saved_list.restore(time.monotonic(), time.time(), rooms)
-
-    def ports_of(self, service):
-        """Return a tuple of the ports in a Service's setting; ANY_FREE_PORT may be one of them.
-        Return () if the setting is empty, which switches it off."""
-        if not service.setting:
-            return (ANY_FREE_PORT,)
-        value = self.settings[service.setting]
-        if value is None:
-            return ()
-        if isinstance(value, tuple):
-            return value
-        return (value,)
 
     def send(self, data, peer):
         """Send a datagram at once, from the poller's port."""
@@ -14590,51 +14559,54 @@ class MasterServer:
         is no database."""
         return self.saved_list.hourly_players if self.saved_list else {}
 
-    def open_sockets(self, entry, protocol):
-        """Bind a protocol's sockets: one for each port of its Service at each address of the
-        setting [server] bind. Return a list with an error message for each one that cannot be
-        bound."""
+    def open_sockets(self, service):
+        """Bind a socket for each port of a Service at each address of the setting [server] bind.
+
+        Return a list with an error message for each one that cannot be bound."""
         problems = []
-        ports = self.ports_of(entry)
+        ports = self.settings[service.setting] if service.setting else ANY_FREE_PORT
+        if ports is None:               # the setting is empty, which switches the service off
+            ports = ()
+        elif not isinstance(ports, tuple):
+            ports = (ports,)
         hosts = self.settings["server.bind"]
-        for base_port, host in itertools.product(ports, hosts):
-            if protocol.ipv4_only and ":" in host:
+        for port, host in itertools.product(ports, hosts):
+            if service.protocol.ipv4_only and ":" in host:
                 continue
-            port = base_port
-            if base_port != ANY_FREE_PORT:
-                port += entry.offset
+            if port != ANY_FREE_PORT:
+                port += service.offset
             try:
-                self.open_socket(entry, protocol, host, port)
+                self.open_socket(service, host, port)
             except OSError as error:
                 # Without IPv6 on this machine, the other addresses are enough
                 may_lack_ipv6 = host == "::" and len(hosts) > 1
                 if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
-                    log.info("%s: no IPv6 on this machine: %s", entry.name, error)
+                    log.info("%s: no IPv6 on this machine: %s", service.name, error)
                     continue
-                section, key = (entry.setting or "server.bind").split(".")
+                section, key = (service.setting or "server.bind").split(".")
                 problems.append(
                     "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
-                        entry.name, entry.transport.upper(), endpoint_text(host, port),
+                        service.name, service.transport.upper(), endpoint_text(host, port),
                         error.strerror or error, section, key))
         return problems
 
-    def open_socket(self, entry, protocol, host, port):
+    def open_socket(self, service, host, port):
         """Bind one socket and serve a protocol there. Raise OSError."""
+        name, transport, _, protocol, _ = service
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        sock = bound_socket(family, entry.transport, host, port)
+        sock = bound_socket(family, transport, host, port)
         bound_host, bound_port, *_ = sock.getsockname()
-        self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
-        tally = self.tallies.setdefault(entry.name, Tally())
-        if entry.transport == "tcp":
-            owner: Any = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
+        self.listeners.append(Listener(name, transport, bound_host, bound_port))
+        tally = self.tallies.setdefault(name, Tally())
+        if transport == "tcp":
+            owner: Any = TcpListener(self, name, sock, protocol, tally, uses_tls=name == "https")
             self.tcp_listeners.append(owner)
         else:
             limiter = self.rules.datagram_limiter
             if protocol is self.poller:             # it receives answers to our own queries
                 limiter = self.rules.answer_limiter
-            owner = UdpSocket(
-                entry.name, sock, protocol, tally, limiter, self.registry, self.vector)
+            owner = UdpSocket(name, sock, protocol, tally, limiter, self.registry, self.vector)
             self.udp_sockets.append(owner)
             self.tick_sockets.setdefault((protocol, is_ipv6), owner)
         self.selector.register(sock, selectors.EVENT_READ, owner.on_readable)
@@ -14686,7 +14658,6 @@ class MasterServer:
             return
         self.health.pop("new certificate", None)
         if result.expires != self.certificate.expires:
-            self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(result.expires).date())
         self.certificate = result

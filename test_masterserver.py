@@ -10120,21 +10120,21 @@ class NewsTest(unittest.TestCase):
 
     def test_one_source_has_two_messages(self):
         """The addresses that crowd, how many of their messages are sent, while another one's is as
-        well; how many more the first of them has then, and how many when its time is over."""
+        well; how many more the first of them has then, and how many later."""
         for addresses, sent, more, more_later, settings in (
-                (["203.0.113.9"] * 9, 2, 0, 2, {}),
-                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 2, {}),
+                (["203.0.113.9"] * 9, 2, 0, 1, {}),
+                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 1, {}),
                 (["2001:db8:0:%x::1" % network for network in range(1, 9)], 8, 1, 1, {}),
                 (["203.0.113.9"] * 9, 9, 3, 3, {"limits__exempt": "203.0.113.9"})):
             news = self.news(notify__again_after="1000", **settings)
             for port, address in enumerate(addresses, 1):       # takes the next port each time
                 self.registry.remove_own(self.hear(0, 9, port=port, address=address))
             self.hear(0, 2, address="198.51.100.1")
-            self.assertEqual(self.messages(news, 998), sent + 1, addresses)
+            self.assertEqual(self.messages(news, 400), sent + 1, addresses)
             for first_port, expected in (101, more), (201, more_later):
                 for port in range(first_port, first_port + 3):
                     self.registry.remove_own(self.hear(0, 9, port=port, address=addresses[0]))
-                self.assertEqual(self.messages(news, 2), expected, addresses)
+                self.assertEqual(self.messages(news, 200), expected, addresses)
 
     def test_a_48_has_the_share_of_many_sources_and_the_account_is_bounded(self):
         for address, sent in (("2001:db8:0:%x::1", ms.NEWS_PER_SOURCE * ms.SITE_SOURCES),
@@ -10145,8 +10145,7 @@ class NewsTest(unittest.TestCase):
                     self.hear(0, 2, address=address % number)
                     found += self.messages(news, 10)
             self.assertEqual(found, sent)
-            self.assertEqual((len(news.sent_at), len(news.sent_by_source)), (5, 5))
-            self.assertLessEqual(max(map(len, news.sent_by_source.values())), sent)
+            self.assertEqual(len(news.sent_at), 5)
 
     def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
@@ -10171,7 +10170,7 @@ class NewsTest(unittest.TestCase):
             self.registry.remove_own(server)
         self.tick(news)
         # nothing is kept of them
-        self.assertEqual((news.below_threshold, news.departed), (set(), []))
+        self.assertEqual(news.below_threshold, set())
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
@@ -11115,15 +11114,14 @@ class HttpsTest(unittest.TestCase):
         day = 86400.0
         server.certificate = ms.Certificate(None, 1000 * day)
         with mock.patch.object(ms, "log") as log:
-            for now, wall, trouble, warnings_so_far in (
-                    (0.0, 985 * day, "", 0), (1.0, 986 * day, "expires on 1972-09-27", 1),
-                    (day, 999.5 * day, "expires on 1972-09-27", 1),
-                    (day + 2, 999.6 * day, "expires on 1972-09-27", 2),
-                    (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
-                server.check_certificate(now, wall)
+            for wall, trouble, told in (
+                    (985 * day, "", 0), (986 * day, "expires on 1972-09-27", 1),
+                    (999.5 * day, "expires on 1972-09-27", 1), (1001 * day, "has expired", 1),
+                    (980 * day, "", 1)):
+                server.check_certificate(wall)
                 self.assertIn(trouble, server.health.get("certificate", ""))
-                self.assertEqual((bool(trouble), log.warning.call_count),
-                                 ("certificate" in server.health, warnings_so_far))
+                self.assertEqual((bool(trouble), log.error.call_count),
+                                 ("certificate" in server.health, told))
                 self.assertEqual(server.gauges["certificate_expires_seconds"], 1000 * day - wall)
 
     def test_records_without_data_are_bounded(self) -> None:
