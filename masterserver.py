@@ -48,6 +48,7 @@ import configparser
 import contextlib
 import copy
 import difflib
+import email.utils
 import errno
 import ftplib
 import functools
@@ -56,7 +57,6 @@ import gzip
 import hashlib
 import html
 import http.client
-import http.server
 import io
 import ipaddress
 import itertools
@@ -168,7 +168,7 @@ GZIP_LEVEL = 3                  # 4 MB become 266 kB in 10 ms; at level 6, 222 k
 RENDER_S = 1.0                  # between two renderings of a long list, however many ask for it
 CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
-# That takes 8 ms, or 40 ms if the file is made to take long
+# That takes 8 ms, or 60 ms if each server is in another city of the file
 COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                # the servers on one page; a search finds the others
 CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
@@ -892,8 +892,8 @@ def config_text():
 # ================================================================================================
 # 4  Wire helpers
 #
-# Helpers that several protocols share: the exception for bad input, text, numbers, addresses, the
-# cookie, and the rate limiter. None of them does I/O.
+# Helpers that several protocols share: the exception for bad input, text, numbers, addresses,
+# country files, the cookie, and the limits by source. None of them does I/O.
 # ================================================================================================
 
 # The sender of a packet as a socket gives it: (address, port), and for IPv6 also flow and scope
@@ -906,7 +906,6 @@ RANDOM = random.SystemRandom()
 
 class Malformed(Exception):
     """Raised for bytes that do not follow the protocol's document. The text names the field.
-
     Decoders raise no other exception, whatever the bytes are."""
 
 
@@ -915,7 +914,6 @@ class Limited(Exception):
 
 
 def error_text(error):
-    """Return the message of an exception or, if it has none, the name of its type."""
     return str(error) or type(error).__name__
 
 
@@ -964,10 +962,8 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 
 
 def clean(text, max_characters=NAME_CHARACTERS):
-    """Return a text without anything that could harm a list, cut to `max_characters`.
-
-    Escape sequences, control characters, invisible characters and piled-up accents are removed. Any
-    run of blanks becomes one space, and blanks at the ends are removed."""
+    """Return a text without anything that could harm a list: escape sequences, control characters,
+    invisible characters and piled-up accents. Any run of blanks becomes one space."""
     if not (text.isascii() and text.isprintable()):
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
@@ -983,9 +979,7 @@ def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
-    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252.
-
-    An incomplete character at the end of UTF-8 is dropped."""
+    """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252."""
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -998,7 +992,6 @@ def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
 
 
 def c_string(data: bytes) -> bytes:
-    """Return the bytes before the first NUL, if there is one."""
     text, _, _ = data.partition(b"\0")
     return text
 
@@ -1009,9 +1002,8 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 
 
 def to_json(value):
-    """Return a value as compact JSON in UTF-8, without \\u escapes.
-
-    The Iceball client fails on \\u escapes. Cleaned text does not need them."""
+    """Return a value as compact JSON in UTF-8, without \\u escapes: the Iceball client fails on
+    them, and cleaned text does not need them."""
     return ENCODER.encode(value).encode()
 
 
@@ -1020,7 +1012,6 @@ DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    """Return the JSON object in these bytes, which are UTF-8. Raise Malformed."""
     # A float has up to 309 digits before its point. The time of int() grows with their square
     numbers = raw.translate(DIGITS_ALONE).split()
     if max(map(len, numbers), default=0) > 400:
@@ -1036,18 +1027,13 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
 
 # Numbers and tables
 
+def utc_datetime(wall):
+    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
+    return datetime.fromtimestamp(wall, timezone.utc)
+
+
 def clamp(value, high=PLAYERS_MAX):
-    """Return the number from 0 to `high` that is nearest to the value."""
-    if value < 0:
-        return 0
-    return high if value > high else value
-
-
-def decrement(counts, key):
-    """Decrement a count in a dict. Delete it if it becomes 0."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+    return 0 if value < 0 else min(value, high)
 
 
 def keep_latest(table, key, value, limit):
@@ -1061,8 +1047,8 @@ def keep_latest(table, key, value, limit):
 # Addresses
 
 def canonical_address(address):
-    """Return an IP address in the one form that lists and limits use: IPv4 that is mapped to IPv6
-    becomes IPv4, and the scope of an IPv6 address is removed."""
+    """Return an IP address as lists and limits use it: IPv4 if it is mapped to IPv6, and without a
+    scope."""
     if ":" not in address:
         return address
     parsed = parse_ipv6(address)
@@ -1094,13 +1080,12 @@ def address_number(address):
 
 
 class Networks:
-    """A set of IP networks, each with a label.
+    """A set of networks of the module ipaddress, each with a label or "".
 
-    To find the network of an address takes one look-up for each length of prefix, and does not
-    depend on the number of networks. In a flood it is done tens of thousands of times a second."""
+    To find the network of an address takes one look-up for each length of prefix. In a flood it is
+    done tens of thousands of times a second."""
 
     def __init__(self, networks, labels=None):
-        """Take networks of the module ipaddress, and the labels of some; the others' are ""."""
         labels = labels or {}
         labels_by_bits = collections.defaultdict(dict)
         for network in networks:
@@ -1112,9 +1097,8 @@ class Networks:
         self.by_host_bits = sorted(labels_by_bits.items())
 
     def find(self, number):
-        """Return the label of the smallest network that contains an address, or None.
-
-        `number` is the address_number() of the address."""
+        """Return the label of the smallest network with the address of this address_number(), or
+        None."""
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1123,9 +1107,6 @@ class Networks:
 
     def __contains__(self, address):
         return self.find(address_number(address)) is not None
-
-    def __bool__(self):
-        return bool(self.by_host_bits)
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1152,131 +1133,100 @@ HIDDEN_NETWORKS = Networks(map(ipaddress.ip_network, (
 
 MMDB_MARKER = b"\xab\xcd\xefMaxMind.com"        # the description follows the last of these
 MMDB_SEPARATOR_BYTES = 16                       # zeros between the tree and the data
-# The types of values. 0 says that the type is in the next byte, less 7
-MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
-MMDB_NUMBERS = 5, 6, 9                          # without a sign, of 16, 32 and 64 bits
+# The types of values that differ from all others. 0 says that the type is in the next byte, less 7
+MMDB_POINTER, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 7, 11, 14
 # If the five bits of a size have one of these values, the size stands in the following bytes. Here
 # are how many they are, and what has to be added to them
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-# The values that are read in one look-up. A city has some 40 before its country. Without a limit,
-# a hostile file could keep the event loop busy for minutes
-MMDB_VALUES_READ = 250
 
 
 class MmdbSection:
-    """A section of an MMDB file, which consists of values. Positions count from its beginning.
+    """A section of an MMDB file, which consists of values. Positions count from its beginning."""
 
-    A value is read as (its type, its size, the position of its contents, the position after it).
-    The size is in bytes or, of a map or an array, in members; they follow at the position after
-    it. The size of a pointer is the position to which it leads. Any fault raises Malformed."""
+    def __init__(self, data):
+        self.data = data                        # a memoryview
+        self.values_left = 0
 
-    def __init__(self, data, values_left):
-        """`data` is a memoryview, `values_left` is how many values may be read."""
-        self.data = data
-        self.values_left = values_left
+    def read(self, position):
+        """Return the value at a position with all that it contains, or raise Malformed. A map is a
+        dict, an array is None, and everything else is bytes, the names in maps and numbers too."""
+        # What is known of a city has 100 to 300 values. In a damaged file, they never end
+        self.values_left = 1000
+        try:
+            value, _ = self.value(position)
+        except RecursionError:
+            raise Malformed("too many values") from None
+        return value
 
     def value(self, position):
+        """Return a value and the position after it."""
         self.values_left -= 1
         if self.values_left < 0:
             raise Malformed("too many values")
-        try:
-            control = self.data[position]
+        control = self.number(position, 1)
+        position += 1
+        kind = control >> 5
+        size = control & 31
+        if kind == MMDB_POINTER:
+            size_bytes = (size >> 3) + 1
+            target = self.number(position, size_bytes) + MMDB_POINTER_STARTS[size_bytes]
+            if size_bytes < 4:
+                # The last three bits of the control byte belong to the target
+                target += (size & 7) << 8 * size_bytes
+            value, _ = self.value(target)
+            return value, position + size_bytes
+        if kind == 0:
+            kind = self.number(position, 1) + 7
             position += 1
-            kind = control >> 5
-            size = control & 31
-            if kind == MMDB_POINTER:
-                return self.pointer(position, size)
-            if kind == 0:
-                kind = self.data[position] + 7
-                position += 1
-        except IndexError:
-            raise Malformed("a value beyond the end of the file") from None
         if size in MMDB_LONG_SIZES:
             size_bytes, smallest = MMDB_LONG_SIZES[size]
             size = smallest + self.number(position, size_bytes)
             position += size_bytes
-        if kind in (MMDB_MAP, MMDB_ARRAY, MMDB_FLAG):       # the size of a flag is its value
-            return kind, size, position, position
-        return kind, size, position, position + size
+        if kind == MMDB_MAP:
+            return self.members(position, size)
+        if kind == MMDB_ARRAY:
+            for _ in range(size):
+                _, position = self.value(position)
+            return None, position
+        if kind == MMDB_FLAG:                   # its size is its value
+            return b"", position
+        end = position + size
+        if end > len(self.data):
+            raise Malformed("a value beyond the end of the file")
+        # Nobody reads a longer text
+        return bytes(self.data[position:min(end, position + NAME_CHARACTERS)]), end
 
-    def pointer(self, position, size):
-        """Return the pointer whose control byte has this size, and whose address is at the
-        position."""
-        size_bytes = (size >> 3) + 1
-        target = self.number(position, size_bytes) + MMDB_POINTER_STARTS[size_bytes]
-        if size_bytes < 4:
-            # The last three bits of the control byte belong to the address
-            target += (size & 7) << 8 * size_bytes
-        return MMDB_POINTER, target, position, position + size_bytes
+    def members(self, position, count):
+        members = {}
+        for _ in range(count):
+            name, position = self.value(position)
+            value, position = self.value(position)
+            if isinstance(name, bytes):
+                members[name] = value
+        return members, position
 
     def number(self, start, size):
         if start + size > len(self.data):
             raise Malformed("a value beyond the end of the file")
         return int.from_bytes(self.data[start:start + size], "big")
 
-    def skip(self, position):
-        """Return the position after a value and all that it contains."""
-        values_to_skip = 1
-        while values_to_skip > 0:
-            kind, size, _, position = self.value(position)
-            values_to_skip -= 1
-            if kind == MMDB_MAP:
-                values_to_skip += 2 * size          # a map has a name before each value
-            elif kind == MMDB_ARRAY:
-                values_to_skip += size
-        return position
 
-    def follow(self, position):
-        """Return the value at this position or, if that is a pointer, where it leads to."""
-        kind, size, start, end = self.value(position)
-        if kind == MMDB_POINTER:
-            kind, size, start, end = self.value(size)
-            if kind == MMDB_POINTER:
-                raise Malformed("a pointer to a pointer")
-        return kind, size, start, end
-
-    def member(self, position, name):
-        """Return the position of the member with this name in the map at a position.
-
-        Return None if the map has none."""
-        kind, members, position, _ = self.follow(position)
-        if kind != MMDB_MAP:
-            raise Malformed("no map where one has to be")
-        for _ in range(members):
-            kind, size, start, end = self.value(position)
-            if kind == MMDB_POINTER:
-                kind, size, start, _ = self.value(size)
-            if kind == MMDB_TEXT and self.data[start:start + size] == name:
-                return end
-            position = self.skip(end)
-        return None
-
-    def text(self, position):
-        kind, size, start, end = self.follow(position)
-        if kind != MMDB_TEXT or size > NAME_CHARACTERS:
-            raise Malformed("no text where one has to be, or a long one")
-        return bytes(self.data[start:end])
-
-    def member_number(self, position, name):
-        member = self.member(position, name)
-        if member is not None:
-            kind, size, start, _ = self.follow(member)
-            if kind in MMDB_NUMBERS and size <= 8:
-                return self.number(start, size)
-        raise Malformed("its description has no number %s" % name.decode())
+def mmdb_member(value, name, kind):
+    """Return a member of a map, of the type `kind`, or an empty one if there is none."""
+    member = value.get(name) if isinstance(value, dict) else None
+    return member if isinstance(member, kind) else kind()
 
 
 class CountryFile:
-    """An MMDB file with the countries of IP addresses, in memory.
+    """An MMDB file with the countries of IP addresses, in memory. What reads it raises Malformed if
+    the file is damaged there.
 
     type        what the file says it is, such as "DBIP-Country-Lite"
     built       when it was made, in seconds since 1970"""
 
     def __init__(self, data):
-        """Read the description of the file, whose bytes are `data`. Raise Malformed if that cannot
-        be done."""
         self.data = data
         if data.startswith(b"\x1f\x8b"):
             raise Malformed("it is compressed; unpack it, as with gunzip or tar")
@@ -1284,16 +1234,18 @@ class CountryFile:
         data_end = data.rfind(MMDB_MARKER, max(0, len(data) - (128 << 10)))
         if data_end < 0:
             raise Malformed("this is not an MMDB file, or its end is missing")
-        # This takes up to 5 ms, once
-        section = MmdbSection(memoryview(data)[data_end + len(MMDB_MARKER):], 10_000)
-        if section.member_number(0, b"binary_format_major_version") != 2:
+        description = MmdbSection(memoryview(data)[data_end + len(MMDB_MARKER):]).read(0)
+
+        def number(name):
+            return int.from_bytes(mmdb_member(description, name, bytes), "big")
+
+        if number(b"binary_format_major_version") != 2:
             raise Malformed("its format is not version 2")
-        self.node_count = section.member_number(0, b"node_count")
-        self.record_bits = section.member_number(0, b"record_size")
-        self.ip_version = section.member_number(0, b"ip_version")
-        self.built = section.member_number(0, b"build_epoch")
-        kind = section.member(0, b"database_type")
-        self.type = decode_utf8(section.text(kind)) if kind else "no type"
+        self.node_count = number(b"node_count")
+        self.record_bits = number(b"record_size")
+        self.ip_version = number(b"ip_version")
+        self.built = number(b"build_epoch")
+        self.type = decode_utf8(mmdb_member(description, b"database_type", bytes)) or "no type"
         if self.record_bits not in (24, 28, 32) or self.ip_version not in (4, 6):
             raise Malformed("its records have %d bits, and its addresses version %d"
                             % (self.record_bits, self.ip_version))
@@ -1303,13 +1255,15 @@ class CountryFile:
         if not self.node_count or data_start > data_end:
             raise Malformed("its tree has %d nodes, and does not fit into the file"
                             % self.node_count)
-        self.values = MmdbSection(memoryview(data)[data_start:data_end], MMDB_VALUES_READ)
+        self.records = MmdbSection(memoryview(data)[data_start:data_end])
+        # To read what is known of a city takes 0.2 ms
+        self.country_at = functools.lru_cache(maxsize=4096)(self.read_country)
         # IPv4 addresses stand in the tree of an IPv6 file as ::a.b.c.d
         self.ipv4_root = self.walk(0, 0, 96) if self.ip_version == 6 else 0
 
     def country(self, address):
         """Return the country of a canonical_address(): two letters in lower case, or "" if the file
-        has none for it. Raise Malformed if the file is damaged there."""
+        has none for it."""
         if ":" not in address:
             place = self.walk(self.ipv4_root, address_number(address), 32)
         elif self.ip_version == 6:
@@ -1319,21 +1273,19 @@ class CountryFile:
         if place <= self.node_count:            # it leads nowhere
             return ""
         position = place - self.node_count - MMDB_SEPARATOR_BYTES
+        return self.country_at(position)
+
+    def read_country(self, position):
         if position < 0:
             raise Malformed("a place between the tree and the data")
-        values = self.values
-        values.values_left = MMDB_VALUES_READ
-        country = values.member(position, b"country")
-        code = values.member(country, b"iso_code") if country else None
-        text = values.text(code) if code else b""
-        return text.decode().lower() if re.fullmatch(rb"[A-Z]{2}", text) else ""
+        country = mmdb_member(self.records.read(position), b"country", dict)
+        code = mmdb_member(country, b"iso_code", bytes)
+        return code.decode().lower() if re.fullmatch(rb"[A-Z]{2}", code) else ""
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
-        last `bits` bits of a number.
-
-        The record is a node, node_count if nothing is known of the address, or a place in the data,
-        counted from node_count on."""
+        last `bits` bits of a number: a node, node_count if nothing is known of the address, or a
+        place in the data, counted from node_count on."""
         record_bits = self.record_bits
         node_bytes = record_bits // 4
         for shift in range(bits - 1, -1, -1):
@@ -1351,14 +1303,14 @@ class CountryFile:
         return node
 
 
-# Sources: whom limits tell apart
+# --- Limits by source ----------------------------------------------------------------------------
+#
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
+# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
-    """Return the keys under which limits count an address: its source and, for IPv6, its site.
-
-    An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
-    to the source /64, because one host can have all the addresses in it, and to the site /48,
-    because anybody can have one. A site may have SITE_SOURCES times as much as a source."""
+    """Return the keys under which limits count an address: its source and, for IPv6, its site."""
     return ipv6_source_keys(address) if ":" in address else (address,)
 
 
@@ -1375,28 +1327,18 @@ def ipv6_source_keys(address):
     return tuple(keys)
 
 
-def source_key(address):
-    """Return the source of an address, the first of its source_keys()."""
-    source, *_ = source_keys(address)
-    return source
-
-
 def source_limits(address, limit):
-    """Return pairs of a key of source_keys() and the limit that holds for it.
-
-    `limit` holds for one source. An IPv6 /48 may have SITE_SOURCES times as many servers."""
+    """Return pairs of a key of source_keys() and the limit that holds for it. `limit` holds for one
+    source."""
     return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
 
 
 class Shares:
-    """Counts what sources have so much of as they may: servers, connections, bytes.
-
-    `counts` has the amount of each source and site that has any, by source_keys(); `total` is the
-    amount of all sources together."""
+    """Counts what sources have so much of as they may: servers, connections, bytes."""
 
     def __init__(self):
-        self.counts = collections.defaultdict(int)
-        self.total = 0
+        self.counts = collections.defaultdict(int)      # by source_keys(), without those of 0
+        self.total = 0                                  # of all sources together
 
     def take(self, address, amount=1):
         """Count an amount for an address. A negative one gives it back."""
@@ -1407,9 +1349,8 @@ class Shares:
                 del self.counts[key]
 
     def full(self, address, limit, amount=1, site_sources=SITE_SOURCES):
-        """Return the source or site that cannot take an amount at this address, or "".
-
-        `limit` holds for a source; a site may have `site_sources` times as much."""
+        """Return the source or site that cannot take an amount at this address, or "". `limit`
+        holds for a source."""
         for key in source_keys(address):
             if self.counts.get(key, 0) + amount > limit:
                 return key
@@ -1425,8 +1366,7 @@ class Turns:
     adding many."""
 
     def __init__(self, size):
-        """`size` is the most things that the table holds."""
-        self.size = size
+        self.size = size                # the most things that the table holds
         self.things = {}                # by key
         self.sources = {}               # the source of each thing, by key
         self.keys = collections.OrderedDict()       # the keys of each source, the oldest first
@@ -1437,16 +1377,12 @@ class Turns:
         return len(self.things)
 
     def get(self, key):
-        """Return the thing with this key, or None."""
         return self.things.get(key)
 
     def add(self, address, key, thing, limit):
-        """Add a thing of an address, or replace the one with the same key.
-
-        `limit` is how many things a source may have here. Return the thing that had to leave, or
-        None."""
-        if key in self.things:
-            self.pop(key)
+        """Add a thing of an address, or replace the one with the same key. A source may have
+        `limit` things. Return the thing that had to leave, or None."""
+        self.pop(key)
         source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
@@ -1466,7 +1402,7 @@ class Turns:
         return pushed_out
 
     def pop(self, key):
-        """Remove and return the thing with this key. Return None if there is none."""
+        """Remove and return the thing with this key, or return None."""
         if key not in self.things:
             return None
         source = self.sources.pop(key)
@@ -1481,8 +1417,7 @@ class Turns:
 
     def in_turns(self):
         """Return all things: first the oldest of each source, then the second of each, and so on.
-
-        The source that has waited longest for its turn is the first; see served()."""
+        The source that has waited longest for its turn is the first."""
         rounds = collections.defaultdict(list)
         for keys in self.keys.values():
             for number, key in enumerate(keys):
@@ -1505,15 +1440,14 @@ class Cookie:
     A MAC is valid in the window in which it was made, and in the next one."""
 
     def __init__(self, key, size=COOKIE_MAC_BYTES, window_s=COOKIE_WINDOW_S):
-        """Take a secret key of 16 bytes, the bytes of a MAC, and the seconds of a window."""
+        """`key` is a secret of 16 bytes, `size` is the bytes of a MAC."""
         self.key = key
         self.size = size
         self.window_s = window_s
         self.begin_window(0.0)
 
     def begin_window(self, now):
-        """Prepare the hash objects of the window that contains the time `now`, and the one before.
-        """
+        """Prepare the hash objects of the present window and the one before."""
         window = int(now // self.window_s)
         self.window_ends = (window + 1.0) * self.window_s
         # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
@@ -1522,7 +1456,7 @@ class Cookie:
             for number in (window - 1, window)]
 
     def make(self, message, now):
-        """Return the MAC of a message, made in the window of the time `now`, as bytes."""
+        """Return the MAC of a message."""
         if now >= self.window_ends:
             self.begin_window(now)
         mac = self.current.copy()
@@ -1530,7 +1464,6 @@ class Cookie:
         return mac.digest()
 
     def is_valid(self, mac, message, now):
-        """Is this the MAC of the message, made in the present window or the one before?"""
         if mac == self.make(message, now):
             return True
         older = self.previous.copy()
@@ -1550,25 +1483,19 @@ class Limiter:
 
     A bucket is stored as one number, the time at which it will be full again (the "generic cell
     rate algorithm"). A source that is not in the table has a full bucket. So a full table does not
-    refuse anybody: it forgets the source that was seen longest ago. The bucket of an IPv6 site is
-    SITE_SOURCES times as large as that of a source."""
+    refuse anybody: it forgets the source that was seen longest ago."""
 
     def __init__(self, rate, verdict=None):
-        """Begin with full buckets. `rate` is (tokens a second, tokens at once).
-
-        `verdict(address)` returns EXEMPT, BLOCKED or NO_VERDICT. It is called when an address is
-        seen for the first time. By default no address has a verdict."""
+        """`rate` is (tokens a second, tokens at once). `verdict(address)` returns EXEMPT, BLOCKED
+        or NO_VERDICT. It is called when an address is seen for the first time."""
         self.verdict = verdict
         self.table = collections.OrderedDict()
         self.set_rate(rate)
 
     def set_rate(self, rate):
-        """Change the rate, fill all buckets, and forget all verdicts.
-
-        `rate` is (tokens a second, tokens at once). A token is stored as the time that it takes to
-        fill in again."""
+        """Change the rate, fill all buckets, and forget all verdicts."""
         per_second, at_once = rate
-        self.cost_s = 1.0 / per_second
+        self.cost_s = 1.0 / per_second          # the time in which a token fills in again
         # The time that an empty bucket takes to become full, and a little more, so that a rounding
         # error cannot refuse the last token
         self.depth_s = (at_once + 0.001) / per_second
@@ -1578,7 +1505,12 @@ class Limiter:
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
         table = self.table
         cost_s = self.cost_s * tokens
-        for key in (address,) if ":" not in address else self.ipv6_buckets(address):
+        keys = (address,)
+        if ":" in address and address not in table:
+            # If there is a verdict, it may be about less than a source
+            if self.verdict is None or self.verdict(address) == NO_VERDICT:
+                keys = ipv6_source_keys(address)
+        for key in keys:
             full_at = table.get(key)
             if full_at is None:
                 if len(table) >= LIMITER_SOURCES:
@@ -1595,16 +1527,10 @@ class Limiter:
             cost_s /= SITE_SOURCES
         return True
 
-    def ipv6_buckets(self, address):
-        """Return the keys of an IPv6 address: itself if there is a verdict about it, as a blocked
-        network may be smaller than a source, and otherwise its source_keys()."""
-        if address in self.table or (self.verdict and self.verdict(address) != NO_VERDICT):
-            return (address,)
-        return source_keys(address)
-
     def is_nearly_empty(self, address, now):
         """Has the source of this address fewer than two tokens left?"""
-        full_at = self.table.get(source_key(address), 0.0)
+        source, *_ = source_keys(address)
+        full_at = self.table.get(source, 0.0)
         return full_at - now > self.depth_s - 2 * self.cost_s
 
 
@@ -2160,8 +2086,8 @@ class Registry:
     def set_fingerprint(self, server, fingerprint):
         """Set the one fingerprint of those packets that tell nothing new about the server.
 
-        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million servers, two fingerprints are the
-        same once in 40 million cases."""
+        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
+        servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
@@ -6873,15 +6799,6 @@ QUAKE3_PATTERNS = {
 }
 
 
-def quake3_allows(choices, game):
-    """Does the value of quake3.games let a game be listed? `xonotic, openarena` allows only these
-    two games, `!nexuiz` all others, and an empty one all. Ids are in lower case."""
-    if "!" + game in choices:
-        return False
-    first_choice, *_ = choices or ("!",)
-    return game in choices or first_choice.startswith("!")
-
-
 def read_quake3_info(data):
     r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
 
@@ -7250,7 +7167,10 @@ class Quake3(PolledGame, UdpProtocol):
     def admitted_game(self, source, fields):
         gamename = fields["details"]["gamename"]
         game = quake3_game_id(gamename, fields["version"])
-        if not quake3_allows(self.choices, game) or game in self.other_games:
+        # `xonotic, openarena` allows only these two games, `!nexuiz` all others
+        first_choice, *_ = self.choices or ("!",)
+        is_allowed = game in self.choices or first_choice.startswith("!")
+        if not is_allowed or "!" + game in self.choices or game in self.other_games:
             raise Refused("game", "%a is not listed here" % gamename)
         if game in self.named_games or game in self.registry.titles:
             return game
@@ -8178,7 +8098,7 @@ class Ddnet(Game):
 
     @classmethod
     def restored(cls, stored):
-        if "ddnet_registration" not in stored:
+        if not stored.get("ddnet_registration"):
             raise Malformed("ddnet_registration: missing")
         return super().restored(stored)
 
@@ -9345,11 +9265,6 @@ def age_text(seconds):
     return "%d d ago" % (seconds // DAY)
 
 
-def utc_datetime(wall):
-    """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
-    return datetime.fromtimestamp(wall, timezone.utc)
-
-
 def iso_time(wall):
     """Return a time of the wall clock in the format of ISO 8601: "2026-11-21T00:59:48Z"."""
     return utc_datetime(wall).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -9950,12 +9865,10 @@ def chart_paths(bars, width, top):
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats the head of its
-# response, but reads and writes bytes in memory instead of a socket. One function for each route
-# makes the response. Every response carries `Length` beside `Content-Length`, because the Iceball
-# client exits without it. A list is rendered at most once a second, and whoever asks for it gets
-# the same body. Whole responses are kept for a second by the bytes of their requests, so most
-# requests cost one look-up.
+# The page and the lists over HTTP. One function for each route makes the response. Every response
+# carries `Length` beside `Content-Length`, because the Iceball client exits without it. A list is
+# rendered at most once a second, and whoever asks for it gets the same body. Whole responses are
+# kept for a second by the bytes of their requests, so most requests cost one look-up.
 # ================================================================================================
 
 # To search this many servers takes about 4 ms, and costs the client as much as one request
@@ -9968,17 +9881,12 @@ NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
 # The header fields of every response. A response may replace them by fields of its own
 DEFAULT_FIELDS = {
+    "Server": "masterserver/" + __version__,
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-}
-# The banner's style is inside its SVG, because an image on another page cannot load a style sheet
-BANNER_FIELDS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "Cache-Control": "public, max-age=60",
-    "Vary": "Accept-Encoding",
 }
 
 
@@ -9992,17 +9900,6 @@ class HttpError(Exception):
         super().__init__(hint)
         self.status = status
         self.fields = fields
-
-
-class DiskNeeded(Exception):
-    """Raised by a route function that needs the result of `job()`, which reads the disk.
-
-    The disk thread calls `job`. Then the route function is called again, with the result in
-    HttpRequest.disk_result."""
-
-    def __init__(self, job):
-        super().__init__(job)
-        self.job = job
 
 
 class HttpResponse:
@@ -10028,97 +9925,105 @@ class HttpResponse:
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
+class FromDisk(NamedTuple):
+    """What a route function returns if its response needs the disk."""
+
+    job: Callable[[], Any]              # is called in the disk thread, where it may read the disk
+    respond: Callable[[Any], Any]       # (what the job has returned) -> the HttpResponse
+
+
 # --- One request ---------------------------------------------------------------------------------
 
 # The empty line that ends the head. A pattern that began with the end of the line before it would
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
-HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
+HEADER_LINE = re.compile(r"([!#-'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
+METHODS = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 # A weight of 0 refuses a coding (RFC 9110, 12.4.2)
 GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-class HttpRequest(http.server.BaseHTTPRequestHandler):
-    """One request and its response, in bytes instead of a socket.
+class HttpRequest:
+    """One request.
 
-    now, address   the time of the request, and the client's address
+    now, wall      the time of the request, by the monotonic clock and in seconds since 1970
+    address        the client's
     peer_address   that of the other end of the connection; if it is a proxy, not `address`
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
     page           the path without its query
     route          the path of a route, "other" for a path that has no route, "none" before parse()
-    fingerprint    of the request, if it may be recognized when it comes again; None with a body
+    headers        the values of the header fields by their names in lower case
     body_bytes     the length of the body
     announced      the game and the port that the request announces, for the record of a refusal
-    form           what Web.form_of_room() has returned for an announcement
-    disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
+    json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    protocol_version = "HTTP/1.1"
-    command = "GET"
-    headers = http.client.HTTPMessage()
-    scheme = "http"
+    method = ""
     page = "/"
     query_text = ""
     route = "none"
+    headers: Mapping[str, str] = {}
     body = b""
     body_bytes = 0
     announced = "announce", 0
-    form: Any = None
-    disk_result: Any = None
+    json_field = False
+    # After a malformed head nobody knows where the next request begins
+    close_connection = True
+    now = wall = 0.0
 
-    def __init__(self, head, routes):
+    def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
-        self.routes = routes    # those of Web
-        self.close_connection = True
+        self.scheme = scheme
+        self.address = self.peer_address = address
 
-    def parse(self):
-        """Parse the head into the attributes. Raise HttpError if it is malformed."""
+    def parse(self, routes):
+        """Read the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
-        for line in header_lines.split(b"\n"):
-            if line in (b"", b"\r"):
-                break
-            if not HEADER_LINE.fullmatch(line):
-                raise HttpError(400, "A header line is not NAME: VALUE.")
-        # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
-        # them, so they are percent-encoded here
-        self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
-        self.rfile = io.BytesIO(header_lines)
-        if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+        try:
+            method, target, version = request_line.split()
+        except ValueError:
+            raise HttpError(400, "The request line is not METHOD PATH HTTP/1.1.") from None
+        if version not in (b"HTTP/1.0", b"HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
-        if self.request_version == "HTTP/1.1" and len(self.headers.get_all("Host", [])) != 1:
+        self.method = method.decode("latin-1")
+        if self.method not in METHODS:
+            raise HttpError(501, "The method %s is not known." % self.method[:32])
+
+        self.headers = read_header_lines(header_lines)
+        # No name of a host has a comma, so a second line would show
+        host = self.headers.get("host")
+        if version == b"HTTP/1.1" and (host is None or "," in host):
             raise HttpError(400, "Exactly one Host header is required.")
-        if "close" in self.header("Connection").lower():        # Perl's clients say "TE, close"
-            self.close_connection = True
-        if self.command not in "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split():
-            raise HttpError(501, "The method %s is not known." % self.command[:32])
-        # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
-        path = re.sub("^https?://[^/?]*", "", self.path)
+
+        # A path may also be http://HOST/PATH (RFC 9112, 3.2.2). Tools such as curl send letters
+        # such as ß as they were typed
+        path = re.sub("^https?://[^/?]*", "", target.decode("utf-8", "replace"))
         page, _, self.query_text = path.partition("?")
         self.page = page or "/"
-        self.route = self.page if self.page in self.routes else "other"
-        self.read_length()
+        self.route = self.page if self.page in routes else "other"
+        route = routes.get(self.route)
+        self.read_length(route.room.body_bytes if route and route.room else HTTP_BODY_BYTES)
+        options = self.header("Connection").lower()         # Perl's clients say "TE, close"
+        is_kept = version == b"HTTP/1.1" or "keep-alive" in options
+        self.close_connection = not is_kept or "close" in options
 
-    def read_length(self):
+    def read_length(self, max_bytes):
         """Set `body_bytes` from Content-Length.
 
         Raise HttpError if the length is missing, too large or not a number, or if the body comes in
         chunks."""
-        text = self.header("Content-Length").strip(" \t")
-        has_unknown_length = self.command == "POST" and not text
-        if "Transfer-Encoding" in self.headers or has_unknown_length:
+        text = self.header("Content-Length")
+        has_unknown_length = self.method == "POST" and not text
+        if "transfer-encoding" in self.headers or has_unknown_length:
             raise HttpError(411, "A body needs a Content-Length; it cannot come in chunks.")
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
         self.body_bytes = int(text or 0)
-        route = self.routes.get(self.route)
-        max_bytes = route.room.body_bytes if route and route.room else HTTP_BODY_BYTES
         if self.body_bytes > max_bytes:
             raise HttpError(413, "At most %d bytes are accepted." % max_bytes)
 
     def header(self, name):
-        """Return the value of a header field, or "" if the request does not have it.
-
-        If several lines have this name, their values are joined by commas (RFC 9110, 5.3)."""
-        return ",".join(self.headers.get_all(name, []))
+        """Return the value of a header field, or "" if the request does not have it."""
+        return self.headers.get(name.lower(), "")
 
     @functools.cached_property
     def query(self):
@@ -10131,67 +10036,21 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             values[name] = value
         return values
 
-    @property
-    def fingerprint(self):
-        if self.body or self.close_connection:
-            return None
-        return hash((self.head, self.peer_address))
 
-    def form_json(self, field):
-        """Return the JSON in a form that has this one field; b"" if the body is not such a form.
+def read_header_lines(lines):
+    """Return the values of header fields by their names in lower case. Raise HttpError.
 
-        The form is urlencoded or multipart/form-data (RFC 7578)."""
-        urlencoded_start = field.encode() + b"="
-        if self.body.startswith(urlencoded_start):
-            value = self.body[len(urlencoded_start):]
-            return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
-        _, _, part = self.body.partition(b'name="%s"' % field.encode())
-        _, _, content = part.partition(b"\r\n\r\n")
-        value, _, _ = content.partition(b"\r\n--")
-        return value
-
-    # http.server calls the next two methods. Its own ones write to a socket
-
-    def handle_expect_100(self):
-        return True             # without a "100 Continue": the Iceball client exits at it
-
-    def send_error(self, code, message=None, explain=None):
-        raise HttpError(code, "%s." % message)
-
-    def respond(self, response, extra_fields):
-        """Return the status, the head and the body with which an HttpResponse answers this request.
-
-        `extra_fields` are further header fields. A response to HEAD, or with status 304, has no
-        body, but its head gives the body's length."""
-        status = response.status
-        body = response.body
-        fields = {
-            "Server": "masterserver/" + __version__,
-            "Date": self.date_time_string(),
-            **DEFAULT_FIELDS,
-            **extra_fields,
-            **response.fields,
-        }
-        # Shorter bodies fit into one packet with their head anyway
-        if 600 <= len(body) <= GZIP_MAX_BYTES:
-            if GZIP_ACCEPTED.search(self.header("Accept-Encoding")):
-                body = response.gzipped_body
-                fields["Content-Encoding"] = "gzip"
-        fields["Length"] = fields["Content-Length"] = str(len(body))
-        fields["Connection"] = "close" if self.close_connection else "keep-alive"
-        if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
-            fields["Access-Control-Allow-Origin"] = "*"
-        if response.is_public and response.fields["ETag"] in self.header("If-None-Match"):
-            status = 304
-        if status == 304 or self.head.startswith(b"HEAD "):
-            body = b""
-        self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
-        self.wfile: Any = io.BytesIO()
-        self.send_response_only(status)
-        for name, value in fields.items():
-            self.send_header(name, value)
-        self.end_headers()
-        return status, self.wfile.getvalue(), body
+    If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
+    fields: Dict[str, str] = {}
+    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    for line in text.split("\n") if text else ():
+        match = HEADER_LINE.fullmatch(line)
+        if match is None:
+            raise HttpError(400, "A header line is not NAME: VALUE.")
+        name, value = match.groups()
+        name, value = name.lower(), value.strip(" \t")
+        fields[name] = "%s,%s" % (fields[name], value) if name in fields else value
+    return fields
 
 
 # --- One connection ------------------------------------------------------------------------------
@@ -10201,9 +10060,12 @@ SHARED_BODY_BYTES = 16384
 
 
 class HttpSession(Session):
-    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
+    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them.
 
-    def __init__(self, web, address, now):
+    A connection that is refused has a `refusal`, an HttpError. It is answered with that, without
+    waiting for a request, and closed."""
+
+    def __init__(self, web, address, now, refusal=None):
         self.web = web
         self.address = address          # the peer's, which may be a proxy
         # The requests of a proxy are not answered from the cache, because each of them counts
@@ -10211,13 +10073,18 @@ class HttpSession(Session):
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.caches["http"]
         self.scheme = "http"
+        self.refusal = refusal
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
+        self.respond_later: Any = None  # FromDisk.respond, while the job is done
         self.deadline = now + HTTP_REQUEST_S
 
     def encrypted(self):
         self.scheme = "https"
         if not self.is_proxy:
             self.cache = self.web.caches["https"]
+
+    def opened(self, now):
+        return self.refuse(self.refusal, now)
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -10241,22 +10108,22 @@ class HttpSession(Session):
         if self.done or self.job:
             return b""
         try:
-            if not self.has_whole_request(now):
+            if not self.read_request(now):
                 return b""
-            return self.finish_request(web.response_to(self.request), now)
-        except DiskNeeded as needed:
-            self.job = needed.job
-            return b""
+            response = web.response_to(self.request)
         except HttpError as error:
             return self.refuse(error, now)
+        if isinstance(response, FromDisk):
+            self.job, self.respond_later = response
+            return b""
+        return self.respond(response, now)
 
-    def has_whole_request(self, now):
-        """Is the first request in the buffer complete, with its body?
+    def read_request(self, now):
+        """Move the first request in the buffer into `request`. Return whether it is complete.
 
-        Its head is moved into `request` as soon as it is complete. Raise HttpError if the data
-        cannot be a request, or if it is malformed."""
-        request = self.request
-        if request is None:
+        The body stays in the buffer until the response. Raise HttpError if the data cannot be a
+        request, or if it is malformed."""
+        if self.request is None:
             self.buffer = self.buffer.lstrip(b"\r\n")       # some clients send a blank line first
             line, _, _ = self.buffer.partition(b"\n")
             if line and not line[:1].isalpha():
@@ -10270,50 +10137,17 @@ class HttpSession(Session):
                 raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
             if match is None:
                 return False
-            request = self.request = HttpRequest(self.buffer[:head_bytes], self.web.routes)
+            self.request = HttpRequest(self.buffer[:head_bytes], self.scheme, self.address)
             self.buffer = self.buffer[head_bytes:]
-            try:
-                request.parse()
-            except HttpError:
-                # After a malformed head nobody knows where the next request begins
-                request.close_connection = True
-                raise
+            self.request.parse(self.web.routes)
+        request = self.request
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.scheme = self.scheme
-        request.address = request.peer_address = self.address
+        request.wall = now + self.web.epoch
         if self.is_proxy:
             request.address = self.web.client_address(
                 self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
-
-    def finish_request(self, response, now):
-        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
-
-        The request is counted. A public response goes into the cache."""
-        request = self.request
-        web = self.web
-        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
-        # too. Other clients of a proxy may still be within their limits
-        if response.status in (408, 503) or (response.status == 429 and not self.is_proxy):
-            request.close_connection = True
-        status, data, body = request.respond(response, web.scheme_fields[self.scheme])
-        if len(body) <= SHARED_BODY_BYTES:
-            data, body = data + body, b""
-        count_key = request.route, status
-        web.request_counts[count_key] += 1
-        if response.is_public and not self.is_proxy and not request.body:
-            size = len(request.head) + len(data)
-            if web.cache_bytes + size > HTTP_CACHE_BYTES:
-                web.empty_caches()              # they fill again within a second
-            web.cache_bytes += size
-            self.cache[request.head] = data, body, request.close_connection, count_key
-        self.body = body
-        self.done = request.close_connection
-        self.buffer = self.buffer[request.body_bytes:]
-        self.request = None
-        self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
-        return data
 
     def answer_repetition(self, data, now):
         """Return the response to a request in which a listed server only repeats itself, or b"".
@@ -10327,30 +10161,25 @@ class HttpSession(Session):
         body = room.repeated(server, fingerprint, now) if room else b""
         if not body:
             return b""
-        self.deadline = now + HTTP_IDLE_S
-        _, path, _ = data.decode("latin-1").split(" ", 2)
-        web.request_counts[path, 200] += 1
-        # No request has this key, because it is not bytes
-        if path not in self.cache:
-            request = HttpRequest(b"", web.routes)          # respond() needs no more of it
-            request.close_connection = False
-            _, head, body = request.respond(
-                HttpResponse(body, JSON_TYPE), web.scheme_fields[self.scheme])
-            self.cache[path] = head + body
-        return self.cache[path]
-
-    def refuse(self, error, now):
-        """Return the bytes of the response that tells the client of an HttpError.
-
-        If the error came before a head was complete, the whole buffer counts as the request."""
-        if self.request is None:
-            self.request = HttpRequest(self.buffer, self.web.routes)
-        return self.finish_request(self.web.error_response(self.request, error), now)
+        self.request = HttpRequest(data, self.scheme, self.address)
+        _, self.request.route, _ = data.decode("latin-1").split(" ", 2)
+        self.request.close_connection = False
+        return self.respond(HttpResponse(body, JSON_TYPE), now)
 
     def resume(self, result, now):
         self.job = None
-        self.request.disk_result = result
-        return self.receive(b"", now)
+        respond_later, self.respond_later = self.respond_later, None
+        try:
+            # A RuntimeError says that too many jobs wait; any other exception is a fault of the
+            # program
+            if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
+                hint = "The answer cannot be made just now: %s." % error_text(result)
+                raise HttpError(503, hint, RETRY_AFTER)
+            if isinstance(result, Exception):
+                raise result
+            return self.respond(respond_later(result), now)
+        except HttpError as error:
+            return self.refuse(error, now)
 
     def tick(self, now):
         """End the connection if its deadline has passed.
@@ -10366,18 +10195,86 @@ class HttpSession(Session):
             return self.refuse(HttpError(408, "The request did not arrive in time."), now)
         return b""
 
+    def refuse(self, error, now):
+        """Return the bytes of the response that tells the client of an HttpError.
 
-class RefusedConnection(HttpSession):
-    """A connection that is answered with an error, without waiting for a request, and closed."""
+        The error is sent in the format that the client reads: what the room says to its clients,
+        JSON to those that announce by HTTP, a page to browsers, text to all others. If it came
+        before a head was complete, the whole buffer counts as the request."""
+        if self.request is None:
+            self.request = HttpRequest(self.buffer, self.scheme, self.address)
+        request = self.request
+        status = error.status
+        hint = str(error)
+        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
+        # too. Other clients of a proxy may still be within their limits
+        if status in (408, 503) or (status == 429 and not self.is_proxy):
+            request.close_connection = True
+        route = self.web.routes.get(request.route)
+        body = None
+        media_type = JSON_TYPE
+        if route and route.room:
+            body = route.room.http_error(request, status, hint)
+        elif request.route == "/announce" and not request.json_field:
+            body = to_json({"listed": False, "reason": hint})
+        reason = http.client.responses[status]
+        if body is None and "text/html" in request.header("Accept"):
+            body = render_error_page(self.web.look, status, reason, hint)
+            media_type = HTML_TYPE
+        elif body is None:
+            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
+            media_type = TEXT_TYPE
+        return self.respond(HttpResponse(body, media_type, status, error.fields), now)
 
-    def __init__(self, web, address, now, error):
-        super().__init__(web, address, now)
-        self.error = error
+    def respond(self, response, now):
+        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
 
-    def opened(self, now):
-        response = self.refuse(self.error, now)
-        self.done = True
-        return response
+        A response to HEAD, or with status 304, has no body, but its head gives the body's length.
+        The request is counted. A public response goes into the cache."""
+        request = self.request
+        web = self.web
+        status = response.status
+        body = response.body
+        fields = {
+            "Date": email.utils.formatdate(now + web.epoch, usegmt=True),
+            **DEFAULT_FIELDS,
+            **web.scheme_fields[self.scheme],
+            **response.fields,
+        }
+        # Shorter bodies fit into one packet with their head anyway
+        if 600 <= len(body) <= GZIP_MAX_BYTES:
+            if GZIP_ACCEPTED.search(request.header("Accept-Encoding")):
+                body = response.gzipped_body
+                fields["Content-Encoding"] = "gzip"
+        fields["Length"] = fields["Content-Length"] = str(len(body))
+        fields["Connection"] = "close" if request.close_connection else "keep-alive"
+        if request.route.endswith((".json", ".xml")):       # scripts on other sites may read these
+            fields["Access-Control-Allow-Origin"] = "*"
+        if response.is_public and response.fields["ETag"] in request.header("If-None-Match"):
+            status = 304
+        if status == 304 or request.head.startswith(b"HEAD "):
+            body = b""
+        lines = ["HTTP/1.1 %d %s" % (status, http.client.responses[status])]
+        for field in fields.items():
+            lines.append("%s: %s" % field)
+        data = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        if len(body) <= SHARED_BODY_BYTES:
+            data, body = data + body, b""
+
+        count_key = request.route, status
+        web.request_counts[count_key] += 1
+        if response.is_public and not self.is_proxy and not request.body:
+            size = len(request.head) + len(data)
+            if web.cache_bytes + size > HTTP_CACHE_BYTES:
+                web.empty_caches()              # they fill again within a second
+            web.cache_bytes += size
+            self.cache[request.head] = data, body, request.close_connection, count_key
+        self.body = body
+        self.done = request.close_connection
+        self.buffer = self.buffer[request.body_bytes:]
+        self.request = None
+        self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
+        return data
 
 
 # --- All connections -----------------------------------------------------------------------------
@@ -10399,18 +10296,14 @@ class Web(TcpProtocol):
         # long body; whether the connection ends; the key in request_counts
         self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
         self.cache_bytes = 0            # the size of both together, without the long bodies
-        # The responses with whole lists: those that show times, by (route, game), until the next
-        # tick; and those of the rooms by route, as long as a room returns the same body
+        # The responses with whole lists by (route, game)
         self.lists: Dict[Tuple[str, str], HttpResponse] = {}
-        self.room_lists: Dict[str, HttpResponse] = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.rooms = core.rooms
         self.routes = dict(ROUTES)
-        self.private_fields = {}
         for room in core.rooms.values():
-            self.private_fields.update(room.json_fields)
             for path, route in room.routes.items():
                 self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
             for request, name in room.requests.items():
@@ -10425,33 +10318,31 @@ class Web(TcpProtocol):
 
     def refusal(self, address, now):
         hint = "Too many connections at once; wait a few seconds."
-        return RefusedConnection(self, address, now, HttpError(429, hint, RETRY_AFTER))
+        return HttpSession(self, address, now, HttpError(429, hint, RETRY_AFTER))
 
     def plain_refusal(self, address, now):
         error = HttpError(400, "This port speaks HTTPS; write https://.")
-        return RefusedConnection(self, address, now, error)
+        return HttpSession(self, address, now, error)
 
     def read(self, settings):
         """Read the trusted proxies and the look of the pages from the settings.
 
         All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
-        titles = {}
-        for room in self.rooms.values():
-            titles[room.game] = room.title
-            titles.update(room.titles)
-        titles = collections.ChainMap({**titles, **settings["games"]}, self.registry.titles)
         # The games whose servers announce themselves by HTTP, by their ids
         self.announced = {}
+        titles = {}
         for room in self.rooms.values():
+            titles.update({room.game: room.title, **room.titles})
             if room.announced_by_http and room.is_on(settings):
                 self.announced[room.game] = room
-        for game in settings["games"]:
+        for game, title in settings["games"].items():
+            titles[game] = title
             self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
-            settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"],
-            self.core.rooms)
+            settings.texts.get("http.template") or LIST_PAGE,
+            collections.ChainMap(titles, self.registry.titles), settings["http.url"], self.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -10500,21 +10391,20 @@ class Web(TcpProtocol):
         return client
 
     def response_to(self, request):
-        """Return the HttpResponse to a request, from the function of its route.
+        """Return the HttpResponse to a request, or FromDisk, from the function of its route.
 
         A server that the route refuses is recorded for the page /check. Raise HttpError if the path
         or the method does not exist, if a limit is exceeded, or if the route refuses the request.
-        Raise DiskNeeded if the disk has to be read first."""
-        if request.disk_result is None:         # otherwise the request has been charged before
-            self.charge(request, 1)
+        """
+        self.charge(request, 1)
         route = self.routes.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
         methods = route.methods
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
-        if request.command not in methods.split(", "):
+        if request.method not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
-        if request.command == "OPTIONS":
+        if request.method == "OPTIONS":
             return HttpResponse(b"", fields=fields)
         try:
             return route.respond(self, request)
@@ -10550,45 +10440,12 @@ class Web(TcpProtocol):
         hint = "Too many requests from %s; wait a few seconds." % address
         raise HttpError(429, hint, RETRY_AFTER)
 
-    def error_response(self, request, error):
-        """Return the response to a request that has failed with an HttpError.
-
-        The error is sent in the format that the client reads: what the room says to its clients,
-        JSON to those that announce by HTTP, a page to browsers, text to all others."""
-        status = error.status
-        hint = str(error)
-        reason = http.client.responses[status]
-        route = self.routes.get(request.route)
-        body = None
-        media_type = JSON_TYPE
-        if route and route.room:
-            body = route.room.http_error(request, status, hint)
-        elif request.route == "/announce" and not request.form:
-            body = to_json({"listed": False, "reason": hint})
-        if body is None and "text/html" in request.header("Accept"):
-            body = render_error_page(self.look, status, reason, hint)
-            media_type = HTML_TYPE
-        elif body is None:
-            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
-            media_type = TEXT_TYPE
-        return HttpResponse(body, media_type, status, error.fields)
-
-    def form_of_room(self, request):
-        """Return the room whose game servers announce themselves by such a form, and the JSON in
-        it; None for any other announcement."""
-        for room in self.rooms.values():
-            json_text = room.json_field and request.form_json(room.json_field)
-            if json_text:
-                return room, json_text
-        return None
-
     def list_response(self, request, list_filter, media_type, render):
         """Return the response with the servers that pass a ListFilter.
 
-        `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
-        The whole list, or the whole list of a known game, is cached until the next tick. The
-        result of a search serves one client only, so the client is charged for each server that is
-        searched."""
+        `render(servers)` returns its body. The whole list, or the whole list of a known game, is
+        cached until the next tick. The result of a search serves one client only, so the client is
+        charged for each server that is searched."""
         registry = self.registry
         game = list_filter.game
         is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
@@ -10602,8 +10459,7 @@ class Web(TcpProtocol):
             tokens = registry.total / SEARCH_SERVERS
             self.charge(request, self.rules.request_tokens(tokens))
             servers = [server for server in registry.servers(game) if list_filter.matches(server)]
-        body = render(servers, request.now + self.epoch)
-        response = HttpResponse(body, media_type, is_public=True)
+        response = HttpResponse(render(servers), media_type, is_public=True)
         if is_whole:
             self.lists[key] = response
         return response
@@ -10611,13 +10467,10 @@ class Web(TcpProtocol):
 
 # --- The query of a request ----------------------------------------------------------------------
 
-def query_number(request, name, low, high):
+def query_number(request, name, high):
     """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
-    text = request.query.get(name, "").strip()
-    if not text:
-        return 0
     try:
-        return number_reader(low, high)(text)
+        return number_reader(0, high)(request.query.get(name, "").strip() or "0")
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10664,7 +10517,7 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
-    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
+    players_min = query_number(request, "players_min", PLAYERS_MAX)
     return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
 
 
@@ -10674,10 +10527,9 @@ def query_endpoint(request, default_address=""):
     The port may stand in `port` or in `address`, as in address=203.0.113.7:20737. Raise HttpError
     if a value is wrong."""
     text = request.query.get("address", "").strip()[:100] or default_address
-    port = query_number(request, "port", 0, 65535)
-    has_port = re.search(r"\.[0-9]+:|\]:", text)
+    port = query_number(request, "port", 65535)
     try:
-        if has_port:
+        if re.search(r"\.[0-9]+:|\]:", text):
             text, port = read_numeric_endpoint(text)
         return canonical_address(read_address(text)), port
     except ValueError:
@@ -10685,22 +10537,11 @@ def query_endpoint(request, default_address=""):
         raise HttpError(400, hint) from None
 
 
-class HistoryQuery(NamedTuple):
-    """The query for the history of one server, or of all servers of a game together."""
-
-    game: str
-    address: str                        # "" for all servers of the game
-    port: int                           # 0 for all servers of the game
-    span: str                           # a key of SPANS
-
-    @property
-    def key(self) -> Key:
-        """The key of the server or of the whole game in the database."""
-        return self.game, self.address, self.port
-
-
 def query_history(request):
-    """Return the HistoryQuery in the query of a request. Raise HttpError."""
+    """Return whose history is asked for, as a key of the database, and a key of SPANS.
+
+    The database has the history of each server, and of all servers of a game together under the
+    address "" and port 0. Raise HttpError."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -10711,24 +10552,7 @@ def query_history(request):
         raise HttpError(400, "game is required; for one server address and port as well.")
     if span not in SPANS:
         raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
-    return HistoryQuery(game, address, port, span)
-
-
-def from_disk(request, job):
-    """Return what `job()` has returned in the disk thread, where it may read the disk.
-
-    Raise DiskNeeded if the job is not done yet: the route function ends, and is called again after
-    the job. Raise HttpError if the disk does not work."""
-    result = request.disk_result
-    if result is None:
-        raise DiskNeeded(job)
-    # A RuntimeError says that too many jobs wait; any other exception is a fault of the program
-    if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
-        hint = "The answer cannot be made just now: %s." % error_text(result)
-        raise HttpError(503, hint, RETRY_AFTER)
-    if isinstance(result, Exception):
-        raise result
-    return result
+    return (game, address, port), span
 
 
 # --- Lists ---------------------------------------------------------------------------------------
@@ -10740,17 +10564,18 @@ def get_list(room, route, web, request):
     if route.of_any_game:
         chosen = room.lists()[route.list]
 
-        def render(servers, wall):
-            return chosen.render(web.registry.for_clients(servers), wall - web.epoch)
+        def render(servers):
+            return chosen.render(web.registry.for_clients(servers), request.now)
 
         list_filter = query_filter(web, request, room.game)
         return web.list_response(request, list_filter, route.media_type, render)
     body = room.rendered(route.list, request.now)
-    response = web.room_lists.get(request.route)
+    key = request.route, room.game
+    response = web.lists.get(key)
     if response is None or response.body is not body:
-        response = HttpResponse(body, route.media_type, is_public=True)
-        web.room_lists[request.route] = response
-    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
+        modified = email.utils.formatdate(request.wall, usegmt=True)
+        response = web.lists[key] = HttpResponse(
+            body, route.media_type, fields={"Last-Modified": modified}, is_public=True)
     return response
 
 
@@ -10759,12 +10584,11 @@ JSON_FIELDS = (
     "priority verified responding found_at country").split()
 
 
-def server_json(server, private_fields):
+def server_json(server):
     """Return the beginning of a server's entry in /servers.json, as JSON without its last brace.
 
-    `private_fields` are those that rooms add: the values for servers of other games, by name. The
-    entry is cached until the server changes. Its times change more often, so with_times() adds them
-    later."""
+    The entry is cached until the server changes. Its times change more often, so with_times() adds
+    them later."""
     fields = {}
     for name in JSON_FIELDS:
         fields[name] = getattr(server, name)
@@ -10772,13 +10596,11 @@ def server_json(server, private_fields):
     fields["ping_ms"] = None
     if server.ping_ms is not None:
         fields["ping_ms"] = round(server.ping_ms, 1)
-    for name, value in private_fields.items():
-        fields[name] = server.private.get(name, value)
-    for name in ("arenas", "factions", "skill", "flags"):
-        fields[name] = server.details.get(name, "")
     for room in ROOMS.values():
         for name, default in room.json_fields.items():
             fields[name] = server.private.get(name, default)
+    for name in ("arenas", "factions", "skill", "flags"):
+        fields[name] = server.details.get(name, "")
     entry = to_json(fields)
     return entry[:-len("}")]
 
@@ -10795,15 +10617,12 @@ def with_times(entry, server, epoch, own_master):
 
 def get_servers_json(web, request):
     """Return all fields of the listed servers. The query is a ListFilter."""
-    def beginning(server):
-        return server_json(server, web.private_fields)
-
-    def render(servers, wall):
+    def render(servers):
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", beginning)):
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
             entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            wall, web.registry.generation, b",\n".join(entries))
+            request.wall, web.registry.generation, b",\n".join(entries))
 
     return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
@@ -10831,10 +10650,9 @@ def contact_lines(rooms, listeners, host, settings):
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        if "%(page)s" in template and not page:
-            continue
-        line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
-        lines.append((game, reader, line))
+        if page or "%(page)s" not in template:
+            line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
+            lines.append((game, reader, line))
     return lines
 
 
@@ -10855,40 +10673,39 @@ def day_total(hourly_players, games):
 
 
 def get_page(web, request):
-    """Return the response with the list page. Its query is that of /servers.json."""
+    """Return the response with the list page. Its query is that of /servers.json.
+
+    Only the first PAGE_ROWS of the servers that pass the filter get a row."""
     list_filter = query_filter(web, request)
-    render = functools.partial(render_list, web, list_filter)
-    return web.list_response(request, list_filter, HTML_TYPE, render)
-
-
-def render_list(web, list_filter, servers, wall):
-    """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
-
-    Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
-    look = web.look
     game = list_filter.game
-    counts = {}
-    for counted_game, listed in web.registry.games.items():
-        if listed:
-            counts[counted_game] = len(listed)
-    day = ()
-    if list_filter == ListFilter(game):     # the result of a search has no history
-        day = day_total(web.hourly_players, [game] if game else counts)
-    host = web.settings["server.public_address"] or "THIS-HOST"
-    contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
-    countries = web.registry.count_countries(game)
-    rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, wall)
-    return render_page(
-        look,
-        look.games.get(game),
-        look.template,
-        about=list_summary(servers),
-        path="/?game=" + game if game else "/",
-        intro=fill_template("<p>$text</p>\n", text=look.intro),
-        totals=render_totals(servers, render_sparkline(day)),
-        tabs=render_game_tabs(look, counts, game),
-        search=render_search(list_filter, countries),
-        table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
+    look = web.look
+
+    def render(servers):
+        counts = {}
+        for counted_game, listed in web.registry.games.items():
+            if listed:
+                counts[counted_game] = len(listed)
+        day = ()
+        if list_filter == ListFilter(game):     # the result of a search has no history
+            day = day_total(web.hourly_players, [game] if game else counts)
+        host = web.settings["server.public_address"] or "THIS-HOST"
+        contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
+        countries = web.registry.count_countries(game)
+        rows = render_rows(
+            look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, request.wall)
+        return render_page(
+            look,
+            look.games.get(game),
+            look.template,
+            about=list_summary(servers),
+            path="/?game=" + game if game else "/",
+            intro=fill_template("<p>$text</p>\n", text=look.intro),
+            totals=render_totals(servers, render_sparkline(day)),
+            tabs=render_game_tabs(look, counts, game),
+            search=render_search(list_filter, countries),
+            table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
+
+    return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
 def with_wall_times(server, epoch):
@@ -10905,32 +10722,34 @@ def get_server(web, request):
     """Return the response with the page of one server, which the query names.
 
     A server that has left the list has a page too, if the database remembers it."""
-    query = query_history(request)
-    wall = request.now + web.epoch
+    key, span = query_history(request)
     database = web.core.database
-    remembered = series = None
-    if database is not None:
-        def read_both():
-            return database.known(*query.key), database.history(*query.key, query.span, wall)
 
-        remembered, series = from_disk(request, read_both)
-    listed = web.registry.get(*query.key)
-    if listed:
-        server = with_wall_times(listed, web.epoch)
-    elif remembered:
-        server = Server(query.game, query.address, query.port, source=query.address,
-                        now=remembered.last_seen, lifetime=0.0, name=remembered.name)
-    else:
-        endpoint = endpoint_text(query.address, query.port)
-        raise HttpError(404, "No server %s of %s is known here." % (endpoint, query.game))
-    if remembered:
-        # A server that has come back was first seen before its present stay in the list
-        server.first_seen = min(server.first_seen, remembered.first_seen)
-    base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    is_listed = listed is not None
-    history = query.span, series
-    page = render_server_page(web.look, server, is_listed, history, base, wall)
-    return HttpResponse(page, HTML_TYPE)
+    def job():
+        return database.known(*key), database.history(*key, span, request.wall)
+
+    def respond(result):
+        remembered, series = result
+        listed = web.registry.get(*key)
+        game, address, port = key
+        if listed:
+            server = with_wall_times(listed, web.epoch)
+        elif remembered:
+            server = Server(game, address, port, source=address, now=remembered.last_seen,
+                            lifetime=0.0, name=remembered.name)
+        else:
+            endpoint = endpoint_text(address, port)
+            raise HttpError(404, "No server %s of %s is known here." % (endpoint, game))
+        if remembered:
+            # A server that has come back was first seen before its present stay in the list
+            server.first_seen = min(server.first_seen, remembered.first_seen)
+        base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
+        is_listed = listed is not None
+        page = render_server_page(
+            web.look, server, is_listed, (span, series), base, request.wall)
+        return HttpResponse(page, HTML_TYPE)
+
+    return FromDisk(job, respond) if database else respond((None, None))
 
 
 def get_banner(web, request):
@@ -10938,58 +10757,69 @@ def get_banner(web, request):
 
     The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
     because a page that embeds it cannot show a text instead."""
-    query = query_history(request)
-    server = web.registry.get(*query.key)
+    key, _ = query_history(request)
+    server = web.registry.get(*key)
     database = web.core.database
-    remembered = None
-    if not server and database:
-        # The list tells a result of None from a job that is not done yet
-        remembered, = from_disk(request, lambda: [database.known(*query.key)])
-    place = endpoint = endpoint_text(query.address, query.port)
-    name = players = ""
-    status = 200
-    if server:
-        name = server.name
-        state = server.map if server.responding else "not responding"
-        players = "%d/%s" % (server.players, server.max_players or "?")
-        if server.country:
-            place = "%s · %s" % (endpoint, country_name(server.country))
-    elif remembered:
-        name = remembered.name
-        state = "not listed since %s UTC" % minute_text(remembered.last_seen)
-    else:
-        state = "is not known here"
-        status = 404
-    svg = fill_template(
-        BANNER,
-        name=clean(name) or endpoint,
-        state=state,
-        players=players,
-        game=web.look.game_title(clean(query.game)),
-        place=place,
-        spark=render_sparkline(web.hourly_players.get(query.key, ())))
-    return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
+
+    def respond(remembered):
+        game, address, port = key
+        place = endpoint = endpoint_text(address, port)
+        name = players = ""
+        status = 200
+        if server:
+            name = server.name
+            state = server.map if server.responding else "not responding"
+            players = "%d/%s" % (server.players, server.max_players or "?")
+            if server.country:
+                place = "%s · %s" % (endpoint, country_name(server.country))
+        elif remembered:
+            name = remembered.name
+            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+        else:
+            state = "is not known here"
+            status = 404
+        svg = fill_template(
+            BANNER,
+            name=clean(name) or endpoint,
+            state=state,
+            players=players,
+            game=web.look.game_title(clean(game)),
+            place=place,
+            spark=render_sparkline(web.hourly_players.get(key, ())))
+        # Its style is inside it, because an image on another page cannot load a style sheet
+        return HttpResponse(svg.encode(), "image/svg+xml", status, {
+            "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+            "Cache-Control": "public, max-age=60",
+            "Vary": "Accept-Encoding",
+        })
+
+    if server or not database:
+        return respond(None)
+    return FromDisk(lambda: database.known(*key), respond)
 
 
 def get_history_json(web, request):
     """Return the response with the player counts of one server, or of a whole game, as JSON."""
-    query = query_history(request)
+    key, span = query_history(request)
+    game, address, port = key
     database = web.core.database
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
-    wall = request.now + web.epoch
-    series = from_disk(request, lambda: database.history(*query.key, query.span, wall))
-    body = to_json({
-        "game": query.game,
-        "address": query.address,
-        "port": query.port,
-        "span": query.span,
-        "start": series.start,
-        "step": series.step,
-        "players": series.means,
-        "peak": series.peaks,
-    })
-    return HttpResponse(body, JSON_TYPE)
+
+    def respond(series):
+        body = to_json({
+            "game": game,
+            "address": address,
+            "port": port,
+            "span": span,
+            "start": series.start,
+            "step": series.step,
+            "players": series.means,
+            "peak": series.peaks,
+        })
+        return HttpResponse(body, JSON_TYPE)
+
+    return FromDisk(lambda: database.history(*key, span, request.wall), respond)
 
 
 # --- Announcements by HTTP -----------------------------------------------------------------------
@@ -11055,44 +10885,42 @@ def post_announce(web, request):
     servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
     source, now = request.address, request.now
-    request.form = web.form_of_room(request)
-    if request.form:
-        room, json_text = request.form
-        values = json_values(json_text)
-        request.announced = announced_game(web, room.game), 0
-        port = announced_value("port", values.get("port"))
-        request.announced = room.game, port
-        answer = room.announced(source, port, values, now)
-        return HttpResponse(answer.body, TEXT_TYPE, answer.status)
-    values = announced_values(request)
-    game = announced_game(web, values.get("game", ""))
+    form_room, values = announced_values(web, request)
+    game = announced_game(web, form_room.game if form_room else values.get("game", ""))
     request.announced = game, 0
     port = announced_value("port", values.get("port"))
     request.announced = game, port
+    if form_room:
+        answer = form_room.announced(source, port, values, now)
+        return HttpResponse(answer.body, TEXT_TYPE, answer.status)
+    room = web.announced[game]
     fields = {}
     for name in ANNOUNCED_FIELDS:
         if name in values and name not in ("game", "port"):
             fields[name] = announced_value(name, values[name])
     action = fields.pop("action", "")
-    room = web.announced[game]
+    result: Dict[str, Any] = {"listed": False, "ttl": ANNOUNCED_TTL_S}
     if action == "stop":
         if not room.stopped(source, port, now):
             raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
                 source, port, game))
-        return announce_response("stopped")
-    if action not in ("", "announce"):
+        result["reason"] = "stopped"
+    elif action in ("", "announce"):
+        room.announced(source, port, fields, now)
+        server = web.registry.get(game, web.rules.listed_address(source), port)
+        if server and server.responding:
+            result["listed"] = True
+        else:
+            result["reason"] = ("waiting for its answer to a query on UDP port %d; the page /check "
+                                "tells what came of it" % (port + room.offset))
+    else:
         raise Refused("bad packet", "action: expected stop, or nothing")
-    room.announced(source, port, fields, now)
-    server = web.registry.get(game, web.rules.listed_address(source), port)
-    if server and server.responding:
-        return announce_response()
-    return announce_response("waiting for its answer to a query on UDP port %d; the page /check "
-                             "tells what came of it" % (port + room.offset))
+    return HttpResponse(to_json(result), JSON_TYPE)
 
 
 def ask_room(room, answer_request, web, request):
     """Answer a POST of a game server, or another request for which the room has a method."""
-    if request.command == "POST":
+    if request.method == "POST":
         check_no_web_page(request)
     if not room.is_on(web.settings):
         raise HttpError(404, "%s servers are not listed here." % room.title)
@@ -11110,19 +10938,40 @@ def check_no_web_page(request):
         raise HttpError(403, "A web page may not announce servers here.")
 
 
-def announced_values(request):
-    """Return the values of an announcement by name, unchecked, from a form or a JSON object.
+def announced_values(web, request):
+    """Return the room whose game servers announce themselves by such a form, or None, and the
+    values of the announcement by name, unchecked.
 
     Raise HttpError if the body has another media type, and Refused if it is malformed."""
+    body = request.body
+    for room in web.rooms.values():
+        json_text = room.json_field and form_json(body, room.json_field)
+        if json_text:
+            request.json_field = True
+            return room, json_values(json_text)
     content_type, _, _ = (request.header("Content-Type") or FORM_TYPE).partition(";")
     media_type = content_type.strip().lower()
     # `curl -d` declares a form even if it sends a JSON object
-    if media_type == "application/json" or request.body.startswith(b"{"):
-        return json_values(request.body)
+    if media_type == "application/json" or body.startswith(b"{"):
+        return None, json_values(body)
     if media_type == FORM_TYPE:
-        return form_values(request.body)
+        return None, form_values(body)
     raise HttpError(415, "Expected %s or application/json, not %s." % (
         FORM_TYPE, ascii(media_type[:100])))
+
+
+def form_json(body, field):
+    """Return the JSON in a form that has this one field; b"" if the body is not such a form.
+
+    The form is urlencoded or multipart/form-data (RFC 7578)."""
+    urlencoded_start = field.encode() + b"="
+    if body.startswith(urlencoded_start):
+        value = body[len(urlencoded_start):]
+        return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
+    _, _, part = body.partition(b'name="%s"' % field.encode())
+    _, _, content = part.partition(b"\r\n\r\n")
+    value, _, _ = content.partition(b"\r\n--")
+    return value
 
 
 def json_values(body):
@@ -11147,23 +10996,17 @@ def form_values(body):
     If a name occurs twice, its last value counts."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
     check_field_count(len(pairs))
-    # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and each
-    # may be written as three, such as %F0. A character of a field's name takes three
-    value_bytes = 12 * TEXT_CHARACTERS
-    name_bytes = 3 * len("max_players")
-    raw_values = {}
-    for pair in pairs:
-        name, _, value = pair.partition(b"=")
-        raw_name = urllib.parse.unquote_to_bytes(name[:name_bytes])
-        raw_values[raw_name] = value[:value_bytes]
     values = {}
-    for name in ANNOUNCED_FIELDS:
-        raw_value = raw_values.get(name.encode())
-        if raw_value is not None:
-            # The value is decoded by decode_legacy(), because curl under Windows does not send
-            # UTF-8, but the encoding of the console
-            value = urllib.parse.unquote_to_bytes(raw_value.replace(b"+", b" "))
-            values[name] = decode_legacy(value, TEXT_CHARACTERS)
+    for pair in pairs:
+        # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and
+        # each may be written as three, such as %F0. A character of a field's name takes three
+        raw_name, _, raw_value = pair.partition(b"=")
+        name = urllib.parse.unquote(raw_name[:3 * len("max_players")].decode("latin-1"))
+        if name in ANNOUNCED_FIELDS:
+            spaced_value = raw_value[:12 * TEXT_CHARACTERS].replace(b"+", b" ")
+            # curl under Windows does not send UTF-8, but the encoding of the console
+            values[name] = decode_legacy(
+                urllib.parse.unquote_to_bytes(spaced_value), TEXT_CHARACTERS)
     return values
 
 
@@ -11189,14 +11032,6 @@ def announced_game(web, value):
         reason += ("; the operator of this master can allow it with a line `%s = %s` under [games]"
                    % (game, game.capitalize()))
     raise Refused("bad packet", reason)
-
-
-def announce_response(reason=""):
-    """Return the response to an announcement. `reason` says why the server is not listed."""
-    result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
-    if reason:
-        result["reason"] = reason
-    return HttpResponse(to_json(result), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -11604,10 +11439,8 @@ SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
 GAME_TITLES = {}
-PRIVATE_FIELDS: Dict[str, Any] = {}     # see Game.json_fields
 for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
-    PRIVATE_FIELDS.update(each_game.json_fields)
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
@@ -12776,7 +12609,7 @@ class News:
             return
         # A message that is not delivered by then is dropped: the players may have left again
         until = time.monotonic() + 2 * MINUTE
-        entry = server_json(server, PRIVATE_FIELDS)
+        entry = server_json(server)
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
@@ -15362,7 +15195,7 @@ def command_notify(arguments):
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
                     name="A test of the news")
-    entry = with_times(server_json(server, PRIVATE_FIELDS), server, time.time(), "")
+    entry = with_times(server_json(server), server, time.time(), "")
     titles = {**GAME_TITLES, **settings["games"]}
     status = EXIT_OK
     for name in arguments.name or webhooks or [""]:

@@ -670,8 +670,7 @@ class AddressTest(unittest.TestCase):
                 (ms.canonical_address, "::ffff:203.0.113.9", "203.0.113.9"),
                 (ms.canonical_address, "fe80::1%eth0", "fe80::1"),
                 (ms.canonical_address, "203.0.113.9", "203.0.113.9"),
-                (ms.source_key, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-                (ms.source_key, "::ffff:203.0.113.9", "203.0.113.9"),
+                (ms.source_keys, "::ffff:203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "2001:db8:1:2:3::4", ("2001:db8:1:2::/64", "2001:db8:1::/48")),
                 (ms.ipv4_bytes, "203.0.113.9", b"\xcb\0\x71\x09")):
@@ -694,7 +693,7 @@ class AddressTest(unittest.TestCase):
                 inside = ipaddress.ip_address(address) in network
                 self.assertEqual(address in known, inside, (network, address))
         self.assertIn("fe80::1%eth0", ms.LOCAL_NETWORKS)
-        self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL_NETWORKS)), (False, True))
+        self.assertNotIn("::1", ms.Networks([]))
         # The smallest one tells
         words = {ms.read_network(text): text for text in (
             "203.0.113.0/24", "203.0.0.0/8", "203.0.113.9", "2001:db8::/32")}
@@ -722,18 +721,6 @@ class AddressTest(unittest.TestCase):
                 self.assertEqual(found, listed, (source, claim))
 
 
-class CountsTest(unittest.TestCase):
-    def test_tables(self):
-        counts = {"a": 2}
-        for left in {"a": 1}, {}:
-            ms.decrement(counts, "a")
-            self.assertEqual(counts, left)
-        table = collections.OrderedDict()
-        for key in "abac":
-            ms.keep_latest(table, key, key.upper(), 2)
-        self.assertEqual(list(table.items()), [("a", "A"), ("c", "C")])
-
-
 class CookieTest(unittest.TestCase):
     def test_windows(self):
         for start in 29.9, 1e9 + 19.9:                      # the second after a long pause
@@ -750,7 +737,7 @@ class CookieTest(unittest.TestCase):
         self.assertEqual(len(ms.Cookie(bytes(16), 4).make(b"", 0.0)), 4)
 
 
-class LimiterTest(unittest.TestCase):
+class LimitsTest(unittest.TestCase):
     def test_exact_bounds(self):
         for rate, burst in ((100, 400), (10, 50), (1 / 40, 1), (3, 7), (1000, 3000)):
             limiter = ms.Limiter((rate, burst))
@@ -781,27 +768,19 @@ class LimiterTest(unittest.TestCase):
                              [(True, False), (True, True), (True, True), (False, True)])
             self.assertFalse(limiter.is_nearly_empty(address, 2.5))
 
-    def test_verdicts_and_prefixes(self):
-        rules = ms.Rules(ms.Settings({"blocked.192.0.2.0/24": "floods",
-                                      "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
+    def test_verdicts_sources_and_sites(self):
+        rules = ms.Rules(ms.Settings({
+            "blocked.192.0.2.0/24": "floods", "blocked.2001:db8:5::5": "floods",
+            "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
         limiter = ms.Limiter((1, 1), rules.verdict)
-        for exempt in "127.0.0.1", "2001:db8:9::1":
-            self.assertTrue(all(limiter.allow(exempt, 0.0) for _ in range(9)))
-        for now in 0.0, 1e9:
-            self.assertFalse(limiter.allow("192.0.2.66", now))
-        for address, good in (("2001:db8:1:2::1", True), ("2001:db8:1:2:3::1", False),
-                              ("2001:db8:1:3::1", True)):
-            self.assertEqual(limiter.allow(address, 0.0), good, address)
-
-    def test_a_site_has_sixteen_times_as_much(self):
-        limiter = ms.Limiter((1, 2))
+        for address, allowed in (
+                ("127.0.0.1", 9), ("2001:db8:9::1", 9), ("192.0.2.66", 0), ("2001:db8:5::5", 0),
+                ("2001:db8:5::6", 1), ("2001:db8:5::7", 0), ("2001:db8:5:1::7", 1)):
+            self.assertEqual(sum(limiter.allow(address, 1e9) for _ in range(9)), allowed, address)
         allowed = sum(limiter.allow("2001:db8:1:%x::1" % number, 0.0) for number in range(100))
-        self.assertEqual(allowed, 32)
-        self.assertTrue(limiter.allow("2001:db8:2::1", 0.0))
+        self.assertEqual(allowed, 16)
 
-
-class SharesTest(unittest.TestCase):
-    def test_sources_and_sites(self):
+    def test_shares(self):
         shares = ms.Shares()
         for address in "192.0.2.1", "192.0.2.1", "2001:db8:1:2::1", "2001:db8:1:2::2":
             self.assertEqual(shares.full(address, 2), "")
@@ -816,8 +795,6 @@ class SharesTest(unittest.TestCase):
         shares.take("192.0.2.1", -2)
         self.assertNotIn("192.0.2.1", shares.counts)
 
-
-class TurnsTest(unittest.TestCase):
     def test_who_has_most_makes_room(self):
         turns = ms.Turns(4)
         for address, key in (("a", 1), ("b", 2), ("b", 3), ("c", 4)):
@@ -830,12 +807,9 @@ class TurnsTest(unittest.TestCase):
         self.assertEqual(turns.in_turns(), ["b5", "d6", "e7", "c4"])
         self.assertEqual((turns.get(4), turns.pop(4), turns.pop(4), len(turns)),
                          ("c4", "c4", None, 3))
-
-    def test_replaced_things_stay_one(self):
-        turns = ms.Turns(2)
-        for thing in "one", "two":
+        for thing in "one", "two":              # a replaced thing stays one
             self.assertIsNone(turns.add("a", 1, thing, limit=1))
-        self.assertEqual((turns.in_turns(), len(turns)), (["two"], 1))
+        self.assertEqual((turns.in_turns(), len(turns)), (["b5", "d6", "e7", "two"], 4))
 
 
 # --- Registry ------------------------------------------------------------------------------------
@@ -2263,12 +2237,7 @@ class IceballTest(IceballCase):
         self.assertEqual((self.places(), self.outcome(21737)), ([], "announced: "))
         self.assertEqual(self.send(b"HSHK" + msok[4:], 0.005), b"")
         server, = self.registry.servers()
-        for name, value in (
-                ("address", "203.0.113.9"), ("port", 21737), ("name", "Iceball Server"),
-                ("players", 0), ("max_players", 64), ("mode", "ctf"), ("map", "classic(512,512)"),
-                ("version", "0.2.1-37"), ("verified", "handshake"), ("last_seen", 0.005)):
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(21737), "listed: ")
+        self.assertEqual((server.last_seen, self.outcome(21737)), (0.005, "listed: "))
 
     def test_versions_as_text(self):
         for number, text in (
@@ -2470,15 +2439,6 @@ class IceballTest(IceballCase):
             self.start()
             self.assertRaisesRegex(ms.Malformed, why, self.send, data)
             self.assertIn("bad packet: " + why, self.outcome())
-
-    def test_refused(self):
-        self.start(server__refuse_names="casino", limits__servers="1")
-        self.shake(CAPTURED)
-        for port, name, outcome in (1, b"S", "limit"), (21737, b"Casino", "name"):
-            peer = "203.0.113.9", port                      # each game server has its own socket
-            self.send(b"HSHK" + self.send(announcement(port, name=name), 1.0, peer)[4:], 1.0, peer)
-            self.assertRegex(self.outcome(port), "^" + outcome)
-        self.assertEqual([server.name for server in self.registry.servers()], ["Iceball Server"])
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self):
         self.shake(CAPTURED)
@@ -2781,26 +2741,13 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual([len(self.get_list()) for _ in range(2)], [12, 12])
         self.assertRaisesRegex(ms.Malformed, "too many requests", self.get_list)
 
-    def test_an_announced_server_is_listed_while_it_answers(self):
+    def test_a_server_without_a_name(self):
         self.start()
         self.announce(self.here)
-        self.assertEqual(self.outcome(), "announced")
-        for _ in range(2):
-            self.pass_time(30)                  # it does not answer
-            self.assertEqual((self.listed(), self.outcome()), ([], "silent"))
-            self.assertEqual(self.poller.targets, {})
-            self.announce(self.here)
-            self.assertEqual(self.outcome(), "announced")
-        self.answers[self.here] = {}
-        self.pass_time(30)
-        self.assertEqual(self.listed("name", "verified", "flavor", "ping_ms"),
-                         [("Fun & Games", "query", 0, 40)])
-        self.announce(self.here)
-        self.assertEqual((self.outcome(), self.players()), ("listed", 5))
         self.answers[self.here] = {"o5": b"", "o69": b"\0"}
-        self.pass_time(600)
-        self.registry.expire(self.now)
-        self.assertEqual((self.listed("name"), self.players()), ([("203.0.113.9:27888",)], 0))
+        self.pass_time(2)
+        self.assertEqual((self.listed("name", "flavor", "ping_ms"), self.players()),
+                         ([("203.0.113.9:27888", 0, 40)], 0))
 
     def test_an_announcement_begins_a_new_poll(self):
         """Of one that has not answered yet, of a listed one between two polls, and of one whose
@@ -4697,13 +4644,8 @@ class Quake3Test(unittest.TestCase):
         self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
         self.assertEqual(self.send(info(challenge), 0.1), [])
         server, = self.registry.servers()
-        for name, value in {
-                **self.world.listed, "game": "openarena", "room": "quake3", "port": 36960,
-                "address": "203.0.113.9", "verified": "query", "lifetime": 900.0,
-                "last_seen": 0.1}.items():
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(), "listed: ")
-        self.assertEqual(self.send(self.world.list_question), [self.world.list_answer])
+        self.assertEqual((server.lifetime, server.last_seen, self.outcome()),
+                         (900.0, 0.1, "listed: "))
         self.assertEqual(self.quake3.mode_text(server), "free for all")
 
     def test_an_answer_that_nothing_tells_the_game_of(self):
@@ -6409,12 +6351,7 @@ class DdnetWorld(World):
         "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
         "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
     private = {"ddnet_registration": registration}
-    bad_private = (
-        {}, {"ddnet_registration": 5}, {"ddnet_registration": dict(registration, info="x")},
-        {"ddnet_registration": dict(registration, serial="0")},
-        {"ddnet_registration": dict(registration, secret="x")},
-        {"ddnet_registration": dict(registration, addresses=[])},
-        {"ddnet_registration": dict(registration, addresses=["tw-0.6+udp://x"])})
+    bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}})
     contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
                "http_allow_insecure 1")
     page_words = ("tw-0.6+udp://203.0.113.9:8399",)
@@ -7187,11 +7124,6 @@ class WebCase(unittest.TestCase):
     settings = {}
 
     def setUp(self):
-        # The header Date has the wall clock's second, which may end between two equal requests
-        patch = mock.patch.object(ms.HttpRequest, "date_time_string",
-                                  lambda *arguments: "Thu, 01 Jan 1970 00:00:00 GMT")
-        patch.start()
-        self.addCleanup(patch.stop)
         self.core = with_rooms(make_core(**self.settings))
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
@@ -7231,8 +7163,8 @@ class HttpTest(WebCase):
     # What cannot be read as a request, or whose body stays unread, ends the connection
     UNREADABLE = (
         (b"\x16\x03\x01\x02\x00\x01", 400, "TLS"),
-        (b"GARBAGE\r\n\r\n", 400, "syntax"),
-        (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, "version"),
+        (b"GARBAGE\r\n\r\n", 400, "METHOD PATH"),
+        (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, "METHOD PATH"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n", 400, "header"),
@@ -7252,7 +7184,7 @@ class HttpTest(WebCase):
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
-        (b"GET /\r\n\r\n", 505, "1.0 and 1.1"),
+        (b"GET /\r\n\r\n", 400, "METHOD PATH"),
     )
     REFUSED = (
         (b"GET /?players_min=x", 400, "players_min"),
@@ -8483,6 +8415,8 @@ class LuantiTest(WebCase):
         form = http_request("/announce", "Content-Length: 23", method="POST",
                             body=b"game=luanti&port=30000&")
         self.assertIn(b"announce themselves", self.exchange(form, self.HERE))
+        entry = {"private": {**json.loads(LUANTI_STORED), "clients": -1}}       # of another list
+        self.assertRaisesRegex(ms.Refused, "clients: " + number, self.luanti.found, entry)
         self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
         for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
             self.assertEqual(ms.read_luanti_address(address), address)
@@ -8516,19 +8450,14 @@ class LuantiTest(WebCase):
         for uptime, status in ((400, 202), (-1, 400), (500, 202)):
             self.assertEqual(self.say(LUANTI_UPDATE, uptime=uptime)[0], status)
 
-    def test_packets_that_are_no_answer_to_a_probe(self):
-        self.say()
-        _, peer = self.core.poller.tick(0.0)[0]
-        for bad in (b"", LUANTI_PROBE, LUANTI_PROBED[:-1], LUANTI_PROBED + b"\0",
-                    hexa("4f457403 0001 0003 ffdc 0002 0002"), hexa("4f457402") + LUANTI_PROBED[4:],
+    def test_other_answers_to_a_probe(self):
+        """The numbers in between may differ; the goodbye repeats the last one."""
+        target, answer = mock.Mock(why=ms.ANNOUNCED), hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
+        self.assertEqual(self.luanti.read_answer(target, answer), {})
+        self.assertEqual(self.luanti.goodbye(answer), hexa("4f457403 beef 0000 03"))
+        for bad in (LUANTI_PROBE, hexa("4f457403 0001 0003 ffdc 0002 0002"),
                     hexa("4f457403 0002 0003 ffdc 0001 0002")):
-            self.assertRaises(ms.Malformed, self.core.poller.datagram, bad, peer, 0.1)
-        self.assertEqual(self.registry.total, 0)
-        # The numbers in between may differ
-        answer = hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
-        self.assertEqual(self.core.poller.datagram(answer, peer, 0.1),
-                         [(hexa("4f457403 beef 0000 03"), peer)])
-        self.assertEqual(self.registry.total, 1)
+            self.assertRaises(ms.Malformed, self.luanti.read_answer, target, bad)
 
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
@@ -8695,34 +8624,14 @@ class LuantiTest(WebCase):
         before = self.found()["list"]
         row = ms.listed_row(server, 1000.0, self.core.rooms)
         self.registry.remove_own(server)
-        text = ms.ENCODER.encode(row.fields).replace('"uptime":300', '"uptime":-1')
-        with self.assertRaisesRegex(ms.Malformed, "uptime"):
-            ms.restored_server(row._replace(fields=json.loads(text)), 5.0, 1005.0, self.core.rooms)
         server = ms.restored_server(row, 5.0, 1005.0, self.core.rooms)
         self.registry.insert(server)
         self.luanti.resume(server)
         self.poll(31)
-        self.assertTrue(server.confirmed)
         self.assertEqual(self.found()["list"], before)
         self.say(LUANTI_UPDATE)
         entry, = self.found()["list"]
         self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]), ("v7", 3, 2))
-
-    def test_another_master_s_list(self):
-        conversation = ms.Luanti().fetch()
-        self.assertEqual(next(conversation).path, "/list")
-        name = "L\u001b[1m"
-        entry = {**json.loads(LUANTI_STORED), "address": "a.example", "name": name}
-        with self.assertRaises(StopIteration) as stop:
-            conversation.send(ms.HttpAnswer(200, json.dumps({"list": [entry] * 2}).encode()))
-        first, *_ = stop.exception.value
-        self.assertEqual(
-            [first[key] for key in ("address", "port", "name", "players", "max_players")],
-            ["a.example", 36302, "L", 0, 15])
-        fields = self.luanti.found(first)
-        self.assertEqual((fields["map"], fields["verified"]), ("v7", "another list"))
-        first["private"]["clients"] = -1
-        self.assertRaises(ms.Refused, self.luanti.found, first)
 
 
 MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
@@ -8895,16 +8804,15 @@ class DdnetTest(WebCase):
     def test_the_list_by_head_and_how_old_it_is(self):
         self.register()
         self.web.epoch = 86400.0            # the wall clock; the header Date is the present time
-        with mock.patch.object(ms.HttpRequest, "date_time_string",
-                               lambda request, wall=None: "at %s" % wall):
-            for method, is_empty in (("HEAD", True), ("GET", False)):
-                data = self.exchange(http_request(ms.DDNET_SERVERS, method=method))
-                head, _, body = data.partition(b"\r\n\r\n")
-                for line in (b"HTTP/1.1 200 OK", b"Last-Modified: at 86400.0", b"Date: at None",
-                             b"Content-Type: application/json; charset=utf-8",
-                             b"Access-Control-Allow-Origin: *"):
-                    self.assertIn(line, head.split(b"\r\n"))
-                self.assertEqual((b"Age:" in head, not body), (False, is_empty))
+        for method, is_empty in (("HEAD", True), ("GET", False)):
+            data = self.exchange(http_request(ms.DDNET_SERVERS, method=method), now=1.0)
+            head, _, body = data.partition(b"\r\n\r\n")
+            for line in (b"HTTP/1.1 200 OK", b"Last-Modified: Fri, 02 Jan 1970 00:00:01 GMT",
+                         b"Date: Fri, 02 Jan 1970 00:00:01 GMT",
+                         b"Content-Type: application/json; charset=utf-8",
+                         b"Access-Control-Allow-Origin: *"):
+                self.assertIn(line, head.split(b"\r\n"))
+            self.assertEqual((b"Age:" in head, not body), (False, is_empty))
 
     def test_four_addresses_are_one_server(self):
         """Its players are counted once. It stands where IPv4 leads, whichever comes first, and
@@ -9437,8 +9345,6 @@ def mmdb_value(value: Any) -> bytes:
     if isinstance(value, int):
         raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
         return mmdb_head(9, len(raw)) + raw
-    if isinstance(value, float):
-        return mmdb_head(3, 8) + struct.pack(">d", value)
     if isinstance(value, tuple):
         return mmdb_head(value[0], len(value[1])) + value[1]
     if isinstance(value, bytes):
@@ -9550,7 +9456,7 @@ class CountryFileTest(unittest.TestCase):
         """What stands before the country is skipped, whatever it is."""
         before = {
             "text": "x" * 28, "longer": "x" * 29, "long": "x" * 285, "very long": "x" * 65821,
-            "double": 1.5, "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
+            "double": (3, bytes(8)), "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
             "uint32": (6, b""), "int32": (8, b"\xff\xff\xff\xff"), "uint64": 1 << 63,
             "uint128": (10, b"\xff" * 16), "array": [1, ["x", {"y": True}], []], "flag": False,
             "float": (15, b"\0\0\0\0"), "empty": {}, "many": dict.fromkeys(map(str, range(40)), 1)}
@@ -9574,7 +9480,7 @@ class CountryFileTest(unittest.TestCase):
         for raw, words in (
                 (b"", "not an MMDB file"), (b"x" * 1000, "not an MMDB file"),
                 (gzip.compress(right), "it is compressed"),
-                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end|no number"),
+                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end"),
                 (right + bytes(200_000), "not an MMDB file"),
                 (simple_country_file({}, binary_format_major_version=3), "not version 2"),
                 (simple_country_file({}, record_size=20), "20 bits"),
@@ -9582,8 +9488,7 @@ class CountryFileTest(unittest.TestCase):
                 (simple_country_file({}, node_count=0), "0 nodes"),
                 (simple_country_file({}, node_count=10_000), "does not fit"),
                 (simple_country_file({}, node_count=(9, b"\xff" * 8)), "does not fit"),
-                (simple_country_file({}, node_count="9"), "no number node_count"),
-                (simple_country_file({}, build_epoch=(9, b"\1" * 9)), "no number build_epoch"),
+                (simple_country_file({}, node_count={}), "0 nodes"),
                 (simple_country_file({}, build_epoch=1 << 62), "was made in no year")):
             with self.subTest(words=words), self.assertRaisesRegex(ms.Malformed, words):
                 ms.CountryFile(raw)
@@ -9593,23 +9498,22 @@ class CountryFileTest(unittest.TestCase):
         nested = b"".join(mmdb_head(7, 1) + mmdb_value("x") for _ in range(20_000))
         de = mmdb_value("DE")
         for data, words in (
-                (mmdb_pointer(0, 1), "pointer to a pointer"),
+                (mmdb_pointer(0, 1), "too many values"),
                 (mmdb_head(7, 2) + mmdb_pointer(9999, 2), "beyond the end"),
                 (mmdb_head(7, 16_000_000) + de, "beyond the end"),
                 (mmdb_head(7, 2) + de + mmdb_head(2, 16_000_000), "beyond the end"),
                 (b"\xff\xff", "beyond the end"), (nested, "too many values"),
-                (mmdb_value("DE"), "no map"), (mmdb_value({"country": "DE"}), "no map"),
-                (mmdb_value({"country": mmdb_pointer(0, 1)}), None),
-                (mmdb_value({"country": {"iso_code": 5}}), "no text"),
+                (mmdb_value({"country": mmdb_pointer(0, 1)}), "too many values"),
                 # Each of a hundred members has as many values as one look-up may read
-                (mmdb_head(7, 100) + (de + mmdb_value([1] * 240)) * 100, "too many values"),
+                (mmdb_head(7, 100) + (de + mmdb_value([1] * 990)) * 100, "too many values"),
                 # Each name is a pointer to megabytes
                 (mmdb_head(7, 9000) + (mmdb_pointer(30_000, 2) + b"\xa0") * 9000 + bytes(3000)
                  + mmdb_value("x" * 10_000_000), "too many values"),
                 # No country, or no such member
-                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), None),
+                (mmdb_head(7, 1) + mmdb_value({}) + mmdb_value(5), None),
                 *((mmdb_value(record), None) for record in (
-                    {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    "DE", {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    {"country": "DE"}, {"country": {"iso_code": 5}},
                     {"country": {"iso_code": "-"}}, {"country": {"iso_code": "DEU"}},
                     {"country": {"iso_code": ""}}, {"country": {"names": {"en": "Germany"}}},
                     {"registered_country": {"iso_code": "DE"}}))):
@@ -9649,42 +9553,33 @@ class CountryFileTest(unittest.TestCase):
 
     @unittest.skipUnless(maxminddb, "there is no maxminddb to compare with")
     def test_the_same_as_the_reference(self):
-        """In a real file, and in files of every record size."""
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
+        """In a real file with cities, and in files of every record size."""
         chance = random.Random(200)
         networks = {}
         # In this order, as a network may not be cut into by one that comes before it
         for bits in sorted(chance.randrange(8, 33) for _ in range(3000)):
-            for network in (
-                    ipaddress.ip_network((chance.getrandbits(bits) << 32 - bits, bits)),
-                    ipaddress.ip_network((0x20 << 120 | chance.getrandbits(2 * bits - 8)
-                                          << 128 - 2 * bits, 2 * bits))):
-                networks[str(network)] = chance.choice(("DE", "NL", "FR", "US", "BR", "AU"))
-        paths = []
-        for record_bits in 24, 28, 32:
-            paths.append(os.path.join(folder.name, "%d.mmdb" % record_bits))
-            with open(paths[-1], "wb") as file:
-                file.write(simple_country_file(networks, record_bits=record_bits))
+            number = chance.getrandbits(bits) << 32 - bits
+            for network in (number, bits), (0x20 << 120 | number << 88, bits + 8):
+                networks[str(ipaddress.ip_network(network))] = chance.choice(("DE", "NL", "FR"))
+        files = [simple_country_file(networks, record_bits=bits) for bits in (24, 28, 32)]
         with contextlib.suppress(ImportError):
             import _maxminddb_geolite2
-            paths.append(os.path.join(os.path.dirname(_maxminddb_geolite2.__file__),
-                                      "GeoLite2-City.mmdb"))
-        for path in paths:
-            with open(path, "rb") as file:
-                ours = ms.CountryFile(file.read())
-            with maxminddb.open_database(path) as reference:
-                found = 0
-                for number in range(200_000 // len(paths)):
-                    address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
-                    if number % 2:
-                        address = str(ipaddress.IPv6Address(
-                            0x2 << 124 | chance.getrandbits(12) << 112 | chance.getrandbits(112)))
-                    record = reference.get(address) or {}
-                    country = record.get("country", {}).get("iso_code", "").lower()
-                    self.assertEqual(ours.country(address), country, (path, address))
-                    found += bool(country)
-                self.assertGreater(found, 1000, path)
+            folder = os.path.dirname(_maxminddb_geolite2.__file__)
+            with open(os.path.join(folder, "GeoLite2-City.mmdb"), "rb") as file:
+                files.append(file.read())
+        for raw in files:
+            ours = ms.CountryFile(raw)
+            reference = maxminddb.open_database(io.BytesIO(raw), maxminddb.MODE_FD)
+            found = 0
+            for _ in range(20_000):
+                address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
+                if chance.random() < 0.5:
+                    address = str(ipaddress.IPv6Address(2 << 124 | chance.getrandbits(124)))
+                record = reference.get(address) or {}
+                country = record.get("country", {}).get("iso_code", "").lower()
+                self.assertEqual(ours.country(address), country, (len(raw), address))
+                found += bool(country)
+            self.assertGreater(found, 1000, len(raw))
 
 
 class CountriesTest(WebCase):
@@ -9774,9 +9669,9 @@ class CountriesTest(WebCase):
 
     def test_a_damaged_file(self):
         self.rules.country_file = ms.CountryFile(mmdb_file(
-            {"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
+            {"203.0.113.0/24": 0}, mmdb_head(7, 5)))
         self.assertEqual((self.list().country, self.rules.country_trouble),
-                         ("", "no map where one has to be"))
+                         ("", "a value beyond the end of the file"))
 
     def test_filters(self):
         for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
@@ -9812,13 +9707,12 @@ class CountriesTest(WebCase):
         registration = {"info": DDNET_INFO.decode(), "serial": 0, "secret": "0" * 32,
                         "addresses": ["tw-0.6+udp://203.0.113.9:1"]}
         for address, location in (("203.0.113.9", "eu"), ("192.0.2.9", "as:cn"), ("8.8.8.8", None)):
-            self.list(1, address, "ddnet", ddnet_registration=registration)
-            server = self.registry.get("ddnet", address, 1)
+            server = self.list(1, address, "ddnet", private={"ddnet_registration": registration})
             entry = json.loads(ms.ddnet_entry(server))
             self.assertEqual((entry.get("location"), sorted(entry)[:2]),
                              (location, ["addresses", "info"]))
-        self.assertEqual([ms.ddnet_location(code) for code in ("aq", "jp", "us", "")],
-                         ["", "as", "na", ""])
+        for server.country, location in ("aq", None), ("jp", "as"), ("us", "na"), ("", None):
+            self.assertEqual(json.loads(ms.ddnet_entry(server)).get("location"), location)
 
     def test_pages(self):
         self.list(name="Here")
@@ -9912,18 +9806,19 @@ class CountryFileOfTheProgram(unittest.TestCase):
             server.tick(now + 1.0)
 
         nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_value({"country": "DE"}))
+        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
         for raw, country, line, trouble in (
                 (nl, "nl", "file with countries read", None),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: no map", "the file is damaged: no map"),
+                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
                 (pl, "pl", "file with countries read", None)):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
                 run()
                 run()
             self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output if "settings read again" not in text]
+            lines = [text for text in logged.output
+                     if "settings read again" not in text and "aio listed" not in text]
             self.assertRegex(lines[-1], line)
             self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
             self.assertIn(trouble or "", server.health.get("countries", ""))
@@ -10210,7 +10105,7 @@ class NewsTest(unittest.TestCase):
             settings = ms.Settings({"http.url": "https://games.example"})
             text = "7 of 32 are playing on %s (Iceball, map %s) https://games.example%s" % (
                 name, name, ms.server_link(server))
-            entry = ms.with_times(ms.server_json(server, {}), server, WALL, "")
+            entry = ms.with_times(ms.server_json(server), server, WALL, "")
             bodies = {}
             titles = {"iceball": "Iceball"}
             for format in ms.NEWS_FORMATS:
@@ -11695,7 +11590,8 @@ class SavedListTest(unittest.TestCase):
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
         told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
-                    max_players=8, playing=2, description="a text", verified="handshake", details={"mod": "x"})
+                    max_players=8, playing=2, description="a text", verified="handshake",
+                    details={"mod": "x"})
         saved = self.start()
         self.hear(saved, 1, **told)
         self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf, room="hyperbol",
@@ -13048,25 +12944,16 @@ class UpstreamsTest(unittest.TestCase):
                 "%s a.example: its servers are not queried; the game is switched off here"
                 % game]))
 
-    def test_servers_of_before_a_restart(self) -> None:
-        """They are polled on without the list; those of a list that is not named any more leave."""
+    def test_servers_of_a_list_that_is_named_no_more_after_a_restart(self) -> None:
         self.start("hyperbol a.example")
-        self.silent = ["203.0.113.6"]
-        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, ""), (6, "a.example")):
+        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, "")):
             address = "203.0.113.%d" % number
             server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at,
                                room="hyperbol")
-            server.confirmed = False
             self.server.registry.insert(server)
             self.server.rooms["hyperbol"].resume(server)
         self.server.upstreams = ms.Upstreams(self.server)
-        self.lists["a.example"] = OSError("away")
-        self.assertEqual(self.listed(), [
-            ("203.0.113.6", "a.example"), ("203.0.113.7", ""), ("203.0.113.9", "a.example")])
-        self.run_for(120)
-        self.assertEqual([(server.address, server.confirmed)
-                          for server in self.server.registry.servers()],
-                         [("203.0.113.7", True), ("203.0.113.9", True)])
+        self.assertEqual(self.listed(), [("203.0.113.7", ""), ("203.0.113.9", "a.example")])
 
     def test_host_names_in_a_list(self) -> None:
         """They are looked up for a time, new ones first, then those looked up longest ago."""
@@ -13863,12 +13750,7 @@ class FakeServer(threading.Thread):
 
 
 def zone_answer(question: bytes) -> List[bytes]:
-    """As the captured asss does, whatever the timestamp (PROTOCOLS, section 4)."""
-    if len(question) == 4:
-        return [hexa("06000000") + question]
-    options, arenas = question[4], hexa("3000 0200 0100 706200 0100 0100 00")
-    return [question[:4] + bytes([options, 0, 0, 0]) + hexa("06000000 04000000") * (options & 1)
-            + arenas * (options >> 1)]
+    return [asss(question)]
 
 
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
@@ -13880,12 +13762,6 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
-# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
-# and their maximum, map, flags, version, players of each faction, skill
-HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
-                   (161, b"\5"), (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
-
-
 def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]:
     """A game server that answers queries under this name, from this one on."""
     queries: List[bytes] = []
@@ -13894,10 +13770,7 @@ def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]
         queries.append(query)
         if len(query) != 5 or query[0] != 2 or len(queries) < first:
             return [b"\x1bnone" + bytes(224)]           # to another's query
-        data = bytearray(229)
-        for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
-            data[offset:offset + len(value)] = value
-        return [bytes(data)]
+        return [hyperbol_reply(o1=query[1:], o5=name)]
     return answer
 
 
@@ -13923,38 +13796,31 @@ class ClientTools(unittest.TestCase):
         self.assertTrue(err.startswith("masterserver.py: 127.0.0.1:"), err)
         return err
 
-    def test_ping(self) -> None:
-        aio = zlib.compress(hexa("00 0400") + b"Cafe\2\0hi" + hexa("02000000 10000000 0300"))
-        for game, offset, answer, facts in (
-                ("subspace", 1, zone_answer,
-                 {"players": 6, "playing": 4, "arenas": "(Public 0) 2/1, pb 1/1"}),
-                ("subspace", 1, lambda data: zone_answer(data) if len(data) == 4 else [b"?"],
-                 {"players": 6, "playing": None, "arenas": ""}),
-                ("hyperbol", 0, hyperbol_game(b"Arena of Doom", 2),     # the first is asked again
-                 {"name": "Arena of Doom", "mode": "Capture the Core", "map": "orbital",
-                  "players": 5, "max_players": 16, "version": "1.8a", "flags": "0x00000005",
-                  "skill": "9", "factions": "IMF 3, Syndicate 1, Republic 2"}),
-                ("aio", 0, lambda data: [aio] * (data == b"\0"),
-                 {"name": "Cafe", "description": "hi", "players": 2, "max_players": 16,
-                  "version": "3"}),
-                ("quake3", 0, lambda data: [info(data[12:], gamename=None, clients=b"1")],
-                 {"name": "Red Test  q", "mode": "0", "map": "oa_dm1", "version": "71",
-                  "players": 1, "max_players": 8, "gamename": "Quake3Arena", "people": "0"})):
-            with FakeServer(answer) as server:
-                port = server.port - offset
-                place = "127.0.0.1:%d" % port
-                self.assertEqual(self.ask("ping", place, "--game", game),
-                                 dict(facts, game=game, address="127.0.0.1", port=port))
-                words = command("ping", place, "--game", game)[1]
+    @in_each(POLLED)
+    def test_ping(self, world: Any) -> None:
+        heard: List[bytes] = []
+
+        def answer(question: bytes) -> List[bytes]:
+            """The first question is asked again."""
+            heard.append(question)
+            return [b"?"] if len(heard) == 1 else [world().reply(question)]
+        with FakeServer(answer) as server:
+            port, game = server.port - world.room.offset, world.room.game
+            place = "127.0.0.1:%d" % port
+            facts = {**world.answered, **world.answered.get("details", {})}
+            facts.pop("details", None)
+            self.assertEqual(self.ask("ping", place, "--game", game),
+                             dict(facts, game=game, address="127.0.0.1", port=port))
+            words = command("ping", place, "--game", game)[1]
+            goodbye = world.room().goodbye(world().reply(world.question))
+            eventually(lambda: not goodbye or goodbye in heard)
+        if facts:
             self.assertRegex(words, r"(?m)^players +%d$" % facts["players"])
 
-    def test_ping_of_luanti(self) -> None:
-        heard: List[bytes] = []
-        with FakeServer(lambda data: heard.append(data) or [LUANTI_PROBED] * (
-                data == LUANTI_PROBE)) as server:
-            self.assertEqual(self.ask("ping", server.place, "--game", "luanti"), {
-                "game": "luanti", "address": "127.0.0.1", "port": server.port})
-            eventually(lambda: heard == [LUANTI_PROBE, hexa("4f457403 0002 0000 03")])
+    def test_ping_of_a_zone_that_knows_one_question(self) -> None:
+        with FakeServer(lambda data: zone_answer(data) if len(data) == 4 else [b"?"]) as server:
+            found = self.ask("ping", "127.0.0.1:%d" % (server.port - 1), "--game", "subspace")
+        self.assertEqual(found["players"], 6)
 
     def test_nothing_that_can_be_used(self) -> None:
         """Each question is asked three times."""
@@ -13980,52 +13846,36 @@ class ClientTools(unittest.TestCase):
                 self.assertEqual((status, out), (1, ""), words)
                 self.assertIn(host, err)
 
-    def test_lists_by_tcp(self) -> None:
-        greeting = hexa("01000000 00")
-        court = {"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010}
-        other = {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}
-        text = b"A<num>1#50<percent> off#203.0.113.9#27010#"
-        packed = zlib.compress(hexa("02 0200 0b") + b"203.0.113.9" + hexa("8269 0b")
-                               + b"203.0.113.8" + hexa("8369"))
-        iceball = {"address": "203.0.113.9", "port": 5, "name": "I\x1b[1m", "mode": "ctf",
-                   "map": "m", "players_current": "3", "players_max": 9, "version": "0.2.1"}
-        http_list = json.dumps({"servers": [iceball]}).encode()
-        rows = [
-            ("hyperbol", HBSL, hexa("efbeadde ff000000"),
-             hexa("cb007109 31750000 02 000000 c6336401 32750000 00 000000 cb00"),
-             [{"address": "203.0.113.9", "port": 30001, "flavor": 2},
-              {"address": "198.51.100.1", "port": 30002, "flavor": 0}]),
-            ("aio", greeting, hexa("01000000 02"),
-             len(packed).to_bytes(3, "little") + b"\1" + packed,
-             [{"address": "203.0.113.9", "port": 27010},
-              {"address": "203.0.113.8", "port": 27011}]),
-            ("iceball", b"", b"GET /master.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b"HTTP/1.1 200 OK\r\nLength: %d\r\n\r\n" % len(http_list) + http_list,
-             [{"address": "203.0.113.9", "port": 5, "name": "I", "mode": "ctf", "map": "m",
-               "players": 3, "max_players": 9, "version": "0.2.1"}]),
-            ("luanti", b"", b"GET /list HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"list":[{"address":"a.example","port":30000,"clients":3,'
-             b'"clients_max":9,"name":"L\\u001b[1m"}],"total":{}}',
-             [{"address": "a.example", "port": 30000, "name": "L", "mode": "", "map": "",
-               "players": 3, "max_players": 9, "version": ""}]),
-            ("ddnet", b"", b"GET /ddnet/15/servers.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399",'
-             b'"tw-0.6+udp://[2001:db8::9]:8399"],"info":%s}]}' % ddnet_info(
-                 clients=[ddnet_client(), ddnet_client(is_player=False)]),
-             [{"address": "203.0.113.9", "port": 8399, "name": 'Te st "\u00fc" <b>',
-               "mode": "TestDDraceNetwork", "map": "Tutorial", "players": 1, "max_players": 64,
-               "version": "0.6.4, 16.4"}])]
-        for answer, servers in (
-                (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
-                (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
-                (b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%", []),
-                (b"12#%", [])):
-            rows.append(("aio", greeting, b"12#%\n", answer, servers))
-        for game, hello, question, answer, servers in rows:
-            with FakeServer(serve=scripted(hello, question, answer)) as server:
-                found = self.ask("list", server.place, "--game", game)["servers"]
-                self.assertEqual(found, servers, answer)
-        with FakeServer(serve=scripted(greeting, b"12#%\n", b"12#%")) as server:
+    @in_each(WORLDS)
+    def test_lists(self, world: Any) -> None:
+        """As the conversation reads them, that game by game is tested without sockets."""
+        for dialect, received in world.fetched:
+            room = world.room()
+            room.dialect = dialect
+            steps, servers = converse(room.fetch(), *received)
+            question = next(step.data for step in steps if step.data or step.path)
+            if room.fetched_over == "http":
+                response = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + received[0].body
+                request = b"GET %s HTTP/1.0\r\nHost: 127.0.0.1:" % steps[0].path.encode()
+                server: Dict[str, Any] = {"serve": scripted(b"", request, response)}
+            elif room.fetched_over == "tcp":
+                greeting, answer, *_ = received
+                server = {"serve": scripted(greeting, question, answer)}
+            else:
+                answers = [data for data in received if data]
+                server = {"answer": lambda data, answers=answers: answers and [answers.pop(0)]}
+            with FakeServer(**server) as fake:
+                found = self.ask("list", fake.place, "--game", room.game)["servers"]
+                expected = json.loads(json.dumps(list(servers)))
+                for entry in expected:
+                    entry.pop("private", None)
+                self.assertEqual(found, expected)
+                if "serve" in server:
+                    words = command("list", fake.place, "--game", room.game)[1]
+                    self.assertIn("%s:%d" % world.place, words)
+
+    def test_an_empty_list(self) -> None:
+        with FakeServer(serve=scripted(AIO_GREETING, b"12#%\n", b"12#%")) as server:
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
     def test_a_text_list_that_cannot_be_read(self) -> None:
@@ -14049,17 +13899,11 @@ class ClientTools(unittest.TestCase):
                             r"none in the text dialect \(port: .*\), none in the framed dialect "
                             r"\(no list came")
 
-    def test_lists_that_are_too_long(self) -> None:
-        text = b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"
-        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
-        for game, told, server in (
-                ("hyperbol", "more than 24 bytes",
-                 {"serve": scripted(HBSL, b"", entry("127.0.0.1", 5) * 3)}),
-                ("aio", "more than 2 servers",
-                 {"serve": scripted(hexa("01000000 00"), b"12#%\n", text)}),
-                ("quake3", "more than 2 servers", {"answer": lambda data: [packet] * 3})):
-            with mock.patch.object(ms, "LIST_SERVERS", 2), FakeServer(**server) as fake:
-                self.assertIn(told, self.failing("list", "--game", game, fake.place))
+    def test_a_list_that_is_too_long(self) -> None:
+        serve = scripted(HBSL, b"", entry("127.0.0.1", 5) * 3)
+        with mock.patch.object(ms, "LIST_SERVERS", 2), FakeServer(serve=serve) as server:
+            self.assertIn("more than 24 bytes",
+                          self.failing("list", "--game", "hyperbol", server.place))
 
     def test_a_quake3_list_that_never_ends(self) -> None:
         """Datagram after datagram, each in time, for longer than any list takes."""
@@ -14122,56 +13966,12 @@ class ClientTools(unittest.TestCase):
             self.assertRaisesRegex(ms.Malformed, "more than %d bytes" % most, converse,
                                    ms.received_until_closed(b"question", most), *data)
 
-    def test_a_list_of_zones(self) -> None:
-        """It comes among other things, in pieces and twice, and the master goes at the end."""
-        listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
-                   + b"A zone\0")
-        total = struct.pack("<I", len(listing))
-        first = hexa("0003 00000000 000a") + total + listing[:40]
-        second = hexa("0003 01000000 000a") + total + listing[40:]
+    def test_a_list_of_one_game_of_the_family(self) -> None:
         told: List[bytes] = []
-
-        def answer(data: bytes) -> List[bytes]:
-            told.append(data)
-            if data == hexa("0004 01000000"):
-                server.sock.close()
-            return [hexa("0012 0000"), b"\x0bhello", bytes(600)] + {
-                hexa("0001"): [hexa("0002") + data[2:6]],
-                hexa("0003"): [hexa("0004 00000000"), first, first, second]}.get(data[:2], [])
-        with FakeServer(answer) as server:
-            zone, = self.ask("list", server.place, "--game", "subspace")["servers"]
-        self.assertEqual((zone["name"], zone["address"], zone["port"], zone["players"]),
-                         ("Chaos", "203.0.113.9", 25000, 6))
-        self.assertEqual((told[0][:2], told[0][6:], told[1]),
-                         (hexa("0001"), hexa("0100"), hexa("0003 00000000 01 00000000")))
-
-    def test_a_list_of_quake3_in_several_packets(self) -> None:
-        told: List[bytes] = []
-        packets = [QUAKE3_EXT_HEAD + b"\\" + hexa("2f5c7109 9060") + b"\\" + hexa("cb00712f 5c2f"),
-                   QUAKE3_EXT_HEAD + b"/" + hexa("20010db8") + bytes(11) + hexa("2f 9061")
-                   + QUAKE3_EOT]
-        with FakeServer(lambda data: told.append(data) or packets) as server:
-            found = self.ask("list", server.place, "--game", "quake3", "--gamename", "Xonotic",
-                             "--protocol", "3")["servers"]
-            self.assertEqual(found, [{"address": "47.92.113.9", "port": 36960},
-                                     {"address": "203.0.113.47", "port": 23599},
-                                     {"address": "2001:db8::2f", "port": 36961}])
-            self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
-            packets.pop()               # the end is lost
-            with mock.patch.object(ms, "LIST_S", 0.4):
-                self.assertIn("not complete", self.failing(
-                    "list", server.place, "--game", "quake3"))
-
-    def test_a_list_of_zones_that_is_none(self) -> None:
-        """Who is silent, who leaves at once, and who announces more than can be."""
-        for packet, seconds in ((b"", 0.3), (b"\0\7", 4 * SOON_S),
-                                (hexa("0003 00000000 000a ffffffff 01"), 0.3)):
-            began = time.monotonic()
-            with FakeServer(lambda data: [packet]) as server, \
-                    mock.patch.object(ms, "LIST_S", seconds):
-                self.assertRegex(self.failing("list", server.place, "--game", "subspace"),
-                                 "no list came|not complete within 0.3 s")
-            self.assertLess(time.monotonic() - began, 2 * SOON_S)
+        with FakeServer(lambda data: told.append(data) or [Quake3World.list_answer]) as server:
+            self.ask("list", server.place, "--game", "quake3", "--gamename", "Xonotic",
+                     "--protocol", "3")
+        self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
 
 
 LUANTI_LISTED = LUANTI_STORED.replace(b'"address":""', b'"address":"203.0.113.9"')
@@ -14185,31 +13985,15 @@ class OtherMastersLists(unittest.TestCase):
         patience.start()
         self.addCleanup(patience.stop)
 
-    def found(self, line: str, **server: Any) -> List[ms.FoundServer]:
-        """The answer to `line`, in which %s stands for the place of such a FakeServer."""
-        with FakeServer(**server) as fake:
-            upstream, = ms.read_upstreams(line % fake.place)
+    def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
+        """What is found in a list with these entries."""
+        answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
+        serve = scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer)
+        with FakeServer(serve=serve) as fake:
+            upstream, = ms.read_upstreams("luanti " + fake.place)
             servers, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 100)
             self.assertEqual({server.found_at for server in servers} - {fake.place}, set())
-            return sorted(servers)
-
-    def test_a_zone_with_its_texts(self) -> None:
-        listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
-                   + b"A zone\0" + hexa("cb007108 a961 0600 0000 86000000") + bytes(64) + b"\0")
-        total = struct.pack("<I", len(listing))
-        unnamed, found = self.found("subspace %s", answer=lambda data: {
-            hexa("0001"): [hexa("0002") + data[2:6]],
-            hexa("0003"): [hexa("0004 00000000"), hexa("0003 00000000 000a") + total + listing]
-        }.get(data[:2], []))
-        self.assertEqual((found.address, found.port, found.fields), ("203.0.113.9", 25000, {
-            "name": "Chaos", "version": "134", "description": "A zone",
-            "details": {"scores": "yes"}}))
-        self.assertEqual((unnamed.fields["name"], unnamed.fields["details"]),
-                         ("", {"scores": "no"}))
-
-    def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
-        answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
-        return self.found("luanti %s", serve=scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer))
+            return servers
 
     def test_luanti_servers_with_their_announcements(self) -> None:
         """Those that no server could have announced are left out."""
@@ -14257,61 +14041,22 @@ class OtherMastersLists(unittest.TestCase):
                 self.assertEqual(bool(words), bool(told))
 
     def test_two_masters(self) -> None:
-        """What announced itself to the first one is on the second one's page, and in its lists."""
-        games = {"hyperbol": hyperbol_game(b"Arena of Doom"), "subspace": zone_answer,
-                 "luanti": lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else [],
-                 "aio": lambda data: [zlib.compress(AIO_ANSWER)] if data == b"\0" else [],
-                 "xonotic": lambda data: [info(data[12:], gamename=b"Xonotic", protocol=b"3")]}
-        with contextlib.ExitStack() as stack:
-            first = master(limits__exempt="127.0.0.0/8", **{
-                name: "0" for name in ("hyperbol__port", "aio__port", "quake3__port",
-                                       "http__ports")}, subspace__port=str(free_port()))
-            stack.callback(first.stop)
-            first.bind()
-            places = {}
-            for game, answer in games.items():
-                place = stack.enter_context(FakeServer(answer))
-                places[game] = port = place.port - (game == "subspace")
-                room = "quake3" if game == "xonotic" else game
-                stored = {}
-                if game == "luanti":
-                    stored["luanti_announcement"] = json.loads(LUANTI_STORED)
-                fields = {"name": "First", "verified": "query", "room": room,
-                          "private": ms.ROOMS[room].restored(stored)}
-                if game == "xonotic":
-                    fields.update(version="3", details={"gamename": "Xonotic"})
-                first.registry.list_or_refresh(
-                    (game, "127.0.0.1", port), "127.0.0.1", time.monotonic(), 600.0, fields)
-            first.start()
-            lines = ["%s 127.0.0.1:%d%s" % (game, port_of(first, protocol), more)
-                     for game, protocol, more in (
-                         ("hyperbol", "hyperbol", ""), ("subspace", "subspace", ""),
-                         ("luanti", "http", ""), ("aio", "aio", ""),
-                         ("quake3", "quake3", " Xonotic 3"))]
-            second = stack.enter_context(RunningServer(
-                start=HURRIED, upstream__masters="\n".join(lines), hyperbol__port="0",
-                subspace__port=str(free_port()), aio__port="0", quake3__port="0",
-                limits__exempt="127.0.0.0/8"))
-
-            def listed() -> Dict[str, Any]:
-                body = fetch(second.port("http"), "/servers.json")[2]
-                return {server["game"]: server for server in json.loads(body)["servers"]}
-            eventually(lambda: len(listed()) == len(games))
-            for game, server in listed().items():
-                self.assertEqual(server["port"], places[game])
-                self.assertRegex(server["found_at"], r"\A127\.0\.0\.1:[0-9]+\Z")
-                self.assertEqual(server["verified"] == "another list",
-                                 game in ("luanti", "subspace"))
-            self.assertEqual({game: server["name"] for game, server in listed().items()}, {
-                "hyperbol": "Arena of Doom", "subspace": "First", "aio": "My server",
-                "xonotic": "Red Test  q", "luanti": json.loads(LUANTI_START)["name"]})
-            for game, protocol, more in (
-                    ("hyperbol", "hyperbol", []), ("luanti", "http", []), ("aio", "aio", []),
-                    ("quake3", "quake3", ["--gamename", "Xonotic", "--protocol", "3"]),
-                    ("subspace", "subspace", [])):
-                place = "127.0.0.1:%d" % second.port(protocol)
-                status, out, err = command("list", "--game", game, place, *more)
-                self.assertEqual((status, out.count("127.0.0.1"), err), (0, 1, ""), game)
+        """What the ini of the first one names is on the second one's page, and in its list."""
+        with FakeServer(hyperbol_game(b"Arena of Doom")) as game, \
+                RunningServer(start=HURRIED, hyperbol__port="0",
+                              hyperbol__servers=game.place) as first, \
+                RunningServer(start=HURRIED, hyperbol__port="0", upstream__masters=(
+                    "hyperbol 127.0.0.1:%d" % first.port("hyperbol")),
+                    upstream__interval="10") as second:
+            listed = eventually(lambda: json.loads(
+                fetch(second.port("http"), "/servers.json")[2])["servers"])
+            self.assertEqual([(server["name"], server["port"], server["found_at"])
+                              for server in listed],
+                             [("Arena of Doom", game.port,
+                               "127.0.0.1:%d" % first.port("hyperbol"))])
+            place = "127.0.0.1:%d" % second.port("hyperbol")
+            status, out, err = command("list", "--game", "hyperbol", place)
+            self.assertEqual((status, game.place in out, err), (0, True, ""))
 
 
 @mock.patch.object(ms, "ASK_WAIT_S", SOON_S)
@@ -14946,7 +14691,7 @@ class HyperbolProgramTest(unittest.TestCase):
             server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
                 hyperbol__servers="\n".join(known)))
-            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4)
+            eventually(lambda: len(ms.fetch_list(ms.Hyperbol(), host, 20203)) == 4)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
@@ -15195,13 +14940,49 @@ class ProjectTest(unittest.TestCase):
 
     def test_a_game_has_one_word_and_a_title(self):
         """So that `[games]` cannot have another game by it, and every list finds it."""
-        for row in ms.PROTOCOLS:
-            game = row.make(make_core()).game
-            if game:
-                self.assertEqual(row.name, game)
-                self.assertIn(row.setting.partition(".")[0], (game, ""))
-                self.assertIn(game, ms.GAME_TITLES)
-                self.assertRaises(ValueError, ms.read_own_game_id, game)
+        for room in ms.GAMES:
+            self.assertEqual(ms.GAME_TITLES[room.game], room.title)
+            self.assertRaises(ValueError, ms.read_own_game_id, room.game)
+
+    # Sections and texts, or beginnings of sentences, that may name a game
+    MAY_NAME_A_GAME = (
+        (3, "TCP ports of the page and the lists. Iceball looks"),      # help
+        (3, "Send news of these games only, by their ids"),
+        (3, "aio.text_greeting_after"), (3, "aio.dialects"),            # former settings
+        (6, "luanti_announcement"), (6, "ddnet_registration"),      # of the first form of the file
+        (9, "%s; expected one such as"),                # an example for who wants to announce
+        (12, "iceball.port"), (12, "[http] ports: Iceball's players"),  # --check: its second port
+        (12, "iceball"),                                # the game of the webhook's test message
+        (12, " is not a Hyperbol master"))              # `export` is for Hyperbol alone
+
+    def test_what_knows_a_game_stands_in_its_room(self):
+        """A game is named by its room, in section 10 and in the help of the commands, and nowhere
+        else but in comments and docstrings."""
+        heads = [(self.source[:match.start()].count("\n") + 1, match.group(1))
+                 for match in re.finditer(r"^# (?:---|\d+) +(.*?)(?: -+)?$", self.source, re.M)]
+        rooms = {room.game: room.title.replace(" family", "") for room in ms.GAMES}
+        game = re.compile("(?<![a-z])(%s)(?![a-z])" % "|".join(rooms), re.I)
+        docstrings = {id(node.body[0].value) for node in ast.walk(self.tree)
+                      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+                      and isinstance(node.body[0], ast.Expr)}
+        misplaced = []
+        for node in ast.walk(self.tree):
+            words = [getattr(node, name) for name in ("name", "id", "attr", "arg", "value")
+                     if isinstance(getattr(node, name, None), (str, bytes))]
+            if id(node) in docstrings or not words or not hasattr(node, "lineno"):
+                continue
+            text = words[0] if isinstance(words[0], str) else words[0].decode("latin-1")
+            section = self.section(node.lineno)
+            is_help = section == 12 and (" " in text or "|" in text)
+            is_excepted = any(
+                section == where and (text == begin or " " in begin and text.startswith(begin))
+                for where, begin in self.MAY_NAME_A_GAME)
+            head = [head for line, head in heads if line <= node.lineno][-1:]
+            for name in game.findall(text):
+                if not (section == 10 or is_help or is_excepted
+                        or head == [rooms[name.lower()]]):
+                    misplaced.append((node.lineno, text))
+        self.assertEqual(misplaced, [])
 
     def test_the_ini_is_what_the_program_prints(self):
         self.assertEqual(text_of("masterserver.ini"), ms.config_text())
