@@ -11364,7 +11364,7 @@ class HostNamesTest(unittest.TestCase):
             self.setUp()
             for number, source in enumerate(taken):
                 self.ask("%d.example" % number, source)
-            with self.assertRaisesRegex(ms.Refused, "%d host names .* try again" % len(taken)):
+            with self.assertRaisesRegex(ms.Refused, "host names that this source .* try again"):
                 self.ask("more.example", refused)
             self.ask("honest.example", other)
             self.answer("")
