@@ -2222,8 +2222,8 @@ class Registry:
     def set_fingerprint(self, server, fingerprint):
         """Set the one fingerprint of those packets that tell nothing new about the server.
 
-        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million servers, two fingerprints are the
-        same once in 40 million cases."""
+        For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
+        servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
