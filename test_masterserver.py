@@ -454,15 +454,14 @@ class SettingsTest(unittest.TestCase):
                 ("[server]\nrefuse_names = a{99999999999}\n", "expected a regular expression"),
                 ("[server]\ndatabase = a\0b\n", "a NUL character is not allowed"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
-                ("[server]\ndatabase = some.ini\n", "database: that is the ini"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("[quake3]\ntags = Warsow\n", "tags = Warsow: item 1: expected TAG = GAME"),
-                ("port = 1\n", "line 1: expected, in UTF-8, [section]"),
+                ("port = 1\n", "line 1: expected [section]"),
                 ("[bans]\n192.0.2.1\n", "line 2"),
                 ("[subspace]\nzones =\n192.0.2.1:5\n", "an indented line that continues"),
                 ("[http]\ntitle = T\n\n  [limits]\n  servers = 5\n", "expected one line"),
-                (b"[server]\n\xff\xfe", "byte 10: expected, in UTF-8"),
-                ("[server]\n".encode("utf-16"), "in UTF-8")):
+                (b"[server]\n\xff\xfe", "expected UTF-8: 'utf-8' codec can't decode byte 0xff in"),
+                ("[server]\n".encode("utf-16"), "expected UTF-8")):
             error = self.refused(ini)
             self.assertIn("some.ini: " if "that is" not in words else "", error)
             self.assertIn(words, error)
@@ -490,21 +489,24 @@ class SettingsTest(unittest.TestCase):
             game, place, *words = label.split()
             self.assertEqual((found.label, found.port), (label, port))
             self.assertEqual((found.game, found.name), (game, place.replace("https://", "")))
-            self.assertEqual([found.gamename, found.protocol], words or ["", ""])
-        for line, words in (
-                ("iceball a.example", "Iceball's servers answer no queries"),
-                ("doom a.example", "expected one of quake3, hyperbol"), ("hyperbol", "GAME HOST"),
-                ("a.example", "expected one of"), ("quake3 a.example", "GAMENAME PROTOCOL"),
-                ("quake3 a.example 71", "GAME HOST"), ("quake3 a.example X 3 4", "GAME HOST"),
-                ("quake3 a.example X three", "GAME HOST"), ("quake3 a.example X 03", "GAME HOST"),
-                ('quake3 a.example X"{ 3', "GAME HOST"), ("hyperbol a.example X 3", "GAME HOST"),
-                ("aio https://a.example", "GAME HOST"), ("luanti ftp://a.example", "GAME HOST"),
-                ("luanti http://a.example/x", "GAME HOST"), ("aio a.example:0", "GAME HOST"),
-                ("luanti https://me:TOKEN@a.example", "GAME HOST"),
-                ("aio a.example:70000", "GAME HOST"), ("aio caf\xe9.example", "GAME HOST")):
-            error = self.refused("[upstream]\nmasters =\n  aio b.example\n  " + line)
-            self.assertRegex(error, ": item 2: .*" + words)
-            self.assertNotIn("TOKEN", error)
+            self.assertEqual(list(found.choice().values()), words)
+        for words, lines in (
+                ("expected one of hyperbol, subspace, aio, quake3, luanti",
+                 ("iceball a.example", "doom a.example", "a.example")),
+                (r"expected quake3 HOST\[:PORT\] GAMENAME PROTOCOL", (
+                    "quake3 a.example", "quake3 a.example 71", "quake3 a.example X 3 4",
+                    "quake3 a.example X three", "quake3 a.example X 03",
+                    'quake3 a.example X"{ 3')),
+                (r"expected (aio|hyperbol) HOST\[:PORT\]", (
+                    "hyperbol", "hyperbol a.example X 3", "aio https://a.example",
+                    "aio a.example:0", "aio a.example:70000", "aio caf\xe9.example")),
+                (r"expected luanti \[https://\]HOST\[:PORT\]", (
+                    "luanti ftp://a.example", "luanti http://a.example/x",
+                    "luanti https://me:TOKEN@a.example"))):
+            for line in lines:
+                error = self.refused("[upstream]\nmasters =\n  aio b.example\n  " + line)
+                self.assertRegex(error, ": item 2: " + words)
+                self.assertNotIn("TOKEN", error)
         lists = "\n ".join("aio a%d.example" % number for number in range(21))
         self.assertIn("at most 20", self.refused("[upstream]\nmasters = " + lists))
 
@@ -523,41 +525,35 @@ class SettingsTest(unittest.TestCase):
         # Where they are right: a blank in a password is one
         right = [("webhooks", line) for line in self.SECRET_LINES[:2]]
         right += [("cluster", line) for line in self.SECRET_LINES[4:6]]
+        rows = {row.section: row for row in ms.SETTINGS.values()}
         for line in self.SECRET_LINES:
             self.assertNotIn("TOKEN", self.refused(line) + self.refused("", line), line)
-            for section in ms.section_names():
+            for section, row in rows.items():
                 error = self.refused("[%s]\n%s\n" % (section, line))
                 self.assertNotIn("TOKEN", error, (section, line))
                 self.assertEqual(not error, (section, line) in right, (section, line))
-            for row in ms.SETTINGS.values():
                 above = "%s = %s" % (row.key, row.default) if row.key else row.default
-                error = self.refused("[%s]\n%s\n  %s\n" % (row.section, above, line))
+                error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
                 self.assertNotIn("TOKEN", error, (row.name, line))
-            for name in (*ms.SETTINGS, *ms.section_names(), "nothing.here"):
-                for item in ("%s.%s" % (name, line), "%s=%s" % (name, line)):
-                    self.assertNotIn("TOKEN", self.refused("", item), item)
+            for item in ("http.title.", "http.title=", "webhooks.", "nothing.here="):
+                self.assertNotIn("TOKEN", self.refused("", item + line), item)
         for words in (("--set", "cluster.redis", "redis://:SECRET@h/0"),
                       ("--redis=redis://:SECRET@h/0",), ("list", "--game", "x://h/SECRET", "h")):
             status, out, err = command(*words)
             self.assertEqual((status, "SECRET" in out + err), (2, False), words)
             self.assertIn("://…", err)
 
-    def test_an_indented_line_of_a_setting_is_refused(self):
-        """It would be a part of the text above it, and of what the page shows."""
+    def test_the_page_shows_no_url_of_a_webhook_that_stands_in_the_wrong_place(self):
+        """Neither an indented line below another text nor a line in another section."""
         for section, above in (
-                ("http", "intro = Hello"), ("aio", "news = Hello"), ("notify", "text = $name"),
-                ("quake3", "tags = A = B"), ("server", "refuse_names = bad"), ("games", "a = A"),
+                ("http", "intro = Hello"), ("aio", "news = Hello"), ("quake3", "tags = A = B"),
                 ("bans", "203.0.113.0/24 = fakes"), ("webhooks", "a = text https://h.example/")):
-            for line in ("ours = discord https://h.example/TOKEN", "ours=https://h.example/TOKEN",
-                         "redis = redis://:TOKEN@h", "url = https://h.example"):
+            for line in "ours = discord https://h/TOKEN", "ours=https://h", "url = redis://:a@h":
                 error = self.refused("[%s]\n%s\n  %s\n" % (section, above, line))
-                self.assertIn("some.ini: [%s] %s: the line %s = … below this value is indented" % (
+                self.assertIn("[%s] %s = …: the line %s = … below it begins with blanks" % (
                     section, above.partition(" =")[0], line.partition("=")[0].strip()), error)
-
-    def test_public_texts_and_file_names_have_no_url(self):
-        for name in ("http.title", "games.mygame", "http.template", "http.stylesheet",
-                     "aio.news_file", "server.database", "server.log_file"):
-            with self.assertRaisesRegex(ms.SettingsError, "discord https://…: a URL cannot"):
+        for name in "http.title", "games.mygame", "http.template", "server.log_file":
+            with self.assertRaisesRegex(ms.SettingsError, "= …: a URL cannot"):
                 ms.Settings({name: "discord https://h/TOKEN"})
 
     def test_a_setting_that_was_removed_is_a_warning(self):
@@ -674,8 +670,7 @@ class AddressTest(unittest.TestCase):
                 (ms.canonical_address, "::ffff:203.0.113.9", "203.0.113.9"),
                 (ms.canonical_address, "fe80::1%eth0", "fe80::1"),
                 (ms.canonical_address, "203.0.113.9", "203.0.113.9"),
-                (ms.source_key, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
-                (ms.source_key, "::ffff:203.0.113.9", "203.0.113.9"),
+                (ms.source_keys, "::ffff:203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "203.0.113.9", ("203.0.113.9",)),
                 (ms.source_keys, "2001:db8:1:2:3::4", ("2001:db8:1:2::/64", "2001:db8:1::/48")),
                 (ms.ipv4_bytes, "203.0.113.9", b"\xcb\0\x71\x09")):
@@ -698,7 +693,7 @@ class AddressTest(unittest.TestCase):
                 inside = ipaddress.ip_address(address) in network
                 self.assertEqual(address in known, inside, (network, address))
         self.assertIn("fe80::1%eth0", ms.LOCAL_NETWORKS)
-        self.assertEqual((bool(ms.Networks([])), bool(ms.LOCAL_NETWORKS)), (False, True))
+        self.assertNotIn("::1", ms.Networks([]))
         # The smallest one tells
         words = {ms.read_network(text): text for text in (
             "203.0.113.0/24", "203.0.0.0/8", "203.0.113.9", "2001:db8::/32")}
@@ -726,18 +721,6 @@ class AddressTest(unittest.TestCase):
                 self.assertEqual(found, listed, (source, claim))
 
 
-class CountsTest(unittest.TestCase):
-    def test_tables(self):
-        counts = {"a": 2}
-        for left in {"a": 1}, {}:
-            ms.decrement(counts, "a")
-            self.assertEqual(counts, left)
-        table = collections.OrderedDict()
-        for key in "abac":
-            ms.keep_latest(table, key, key.upper(), 2)
-        self.assertEqual(list(table.items()), [("a", "A"), ("c", "C")])
-
-
 class CookieTest(unittest.TestCase):
     def test_windows(self):
         for start in 29.9, 1e9 + 19.9:                      # the second after a long pause
@@ -754,7 +737,7 @@ class CookieTest(unittest.TestCase):
         self.assertEqual(len(ms.Cookie(bytes(16), 4).make(b"", 0.0)), 4)
 
 
-class LimiterTest(unittest.TestCase):
+class LimitsTest(unittest.TestCase):
     def test_exact_bounds(self):
         for rate, burst in ((100, 400), (10, 50), (1 / 40, 1), (3, 7), (1000, 3000)):
             limiter = ms.Limiter((rate, burst))
@@ -785,27 +768,19 @@ class LimiterTest(unittest.TestCase):
                              [(True, False), (True, True), (True, True), (False, True)])
             self.assertFalse(limiter.is_nearly_empty(address, 2.5))
 
-    def test_verdicts_and_prefixes(self):
-        rules = ms.Rules(ms.Settings({"blocked.192.0.2.0/24": "floods",
-                                      "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
+    def test_verdicts_sources_and_sites(self):
+        rules = ms.Rules(ms.Settings({
+            "blocked.192.0.2.0/24": "floods", "blocked.2001:db8:5::5": "floods",
+            "limits.exempt": "127.0.0.0/8, 2001:db8:9::/48"}))
         limiter = ms.Limiter((1, 1), rules.verdict)
-        for exempt in "127.0.0.1", "2001:db8:9::1":
-            self.assertTrue(all(limiter.allow(exempt, 0.0) for _ in range(9)))
-        for now in 0.0, 1e9:
-            self.assertFalse(limiter.allow("192.0.2.66", now))
-        for address, good in (("2001:db8:1:2::1", True), ("2001:db8:1:2:3::1", False),
-                              ("2001:db8:1:3::1", True)):
-            self.assertEqual(limiter.allow(address, 0.0), good, address)
-
-    def test_a_site_has_sixteen_times_as_much(self):
-        limiter = ms.Limiter((1, 2))
+        for address, allowed in (
+                ("127.0.0.1", 9), ("2001:db8:9::1", 9), ("192.0.2.66", 0), ("2001:db8:5::5", 0),
+                ("2001:db8:5::6", 1), ("2001:db8:5::7", 0), ("2001:db8:5:1::7", 1)):
+            self.assertEqual(sum(limiter.allow(address, 1e9) for _ in range(9)), allowed, address)
         allowed = sum(limiter.allow("2001:db8:1:%x::1" % number, 0.0) for number in range(100))
-        self.assertEqual(allowed, 32)
-        self.assertTrue(limiter.allow("2001:db8:2::1", 0.0))
+        self.assertEqual(allowed, 16)
 
-
-class SharesTest(unittest.TestCase):
-    def test_sources_and_sites(self):
+    def test_shares(self):
         shares = ms.Shares()
         for address in "192.0.2.1", "192.0.2.1", "2001:db8:1:2::1", "2001:db8:1:2::2":
             self.assertEqual(shares.full(address, 2), "")
@@ -820,8 +795,6 @@ class SharesTest(unittest.TestCase):
         shares.take("192.0.2.1", -2)
         self.assertNotIn("192.0.2.1", shares.counts)
 
-
-class TurnsTest(unittest.TestCase):
     def test_who_has_most_makes_room(self):
         turns = ms.Turns(4)
         for address, key in (("a", 1), ("b", 2), ("b", 3), ("c", 4)):
@@ -834,12 +807,9 @@ class TurnsTest(unittest.TestCase):
         self.assertEqual(turns.in_turns(), ["b5", "d6", "e7", "c4"])
         self.assertEqual((turns.get(4), turns.pop(4), turns.pop(4), len(turns)),
                          ("c4", "c4", None, 3))
-
-    def test_replaced_things_stay_one(self):
-        turns = ms.Turns(2)
-        for thing in "one", "two":
+        for thing in "one", "two":              # a replaced thing stays one
             self.assertIsNone(turns.add("a", 1, thing, limit=1))
-        self.assertEqual((turns.in_turns(), len(turns)), (["two"], 1))
+        self.assertEqual((turns.in_turns(), len(turns)), (["b5", "d6", "e7", "two"], 4))
 
 
 # --- Registry ------------------------------------------------------------------------------------
@@ -2267,12 +2237,7 @@ class IceballTest(IceballCase):
         self.assertEqual((self.places(), self.outcome(21737)), ([], "announced: "))
         self.assertEqual(self.send(b"HSHK" + msok[4:], 0.005), b"")
         server, = self.registry.servers()
-        for name, value in (
-                ("address", "203.0.113.9"), ("port", 21737), ("name", "Iceball Server"),
-                ("players", 0), ("max_players", 64), ("mode", "ctf"), ("map", "classic(512,512)"),
-                ("version", "0.2.1-37"), ("verified", "handshake"), ("last_seen", 0.005)):
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(21737), "listed: ")
+        self.assertEqual((server.last_seen, self.outcome(21737)), (0.005, "listed: "))
 
     def test_versions_as_text(self):
         for number, text in (
@@ -2474,15 +2439,6 @@ class IceballTest(IceballCase):
             self.start()
             self.assertRaisesRegex(ms.Malformed, why, self.send, data)
             self.assertIn("bad packet: " + why, self.outcome())
-
-    def test_refused(self):
-        self.start(server__refuse_names="casino", limits__servers="1")
-        self.shake(CAPTURED)
-        for port, name, outcome in (1, b"S", "limit"), (21737, b"Casino", "name"):
-            peer = "203.0.113.9", port                      # each game server has its own socket
-            self.send(b"HSHK" + self.send(announcement(port, name=name), 1.0, peer)[4:], 1.0, peer)
-            self.assertRegex(self.outcome(port), "^" + outcome)
-        self.assertEqual([server.name for server in self.registry.servers()], ["Iceball Server"])
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self):
         self.shake(CAPTURED)
@@ -2785,26 +2741,13 @@ class HyperbolTest(unittest.TestCase):
         self.assertEqual([len(self.get_list()) for _ in range(2)], [12, 12])
         self.assertRaisesRegex(ms.Malformed, "too many requests", self.get_list)
 
-    def test_an_announced_server_is_listed_while_it_answers(self):
+    def test_a_server_without_a_name(self):
         self.start()
         self.announce(self.here)
-        self.assertEqual(self.outcome(), "announced")
-        for _ in range(2):
-            self.pass_time(30)                  # it does not answer
-            self.assertEqual((self.listed(), self.outcome()), ([], "silent"))
-            self.assertEqual(self.poller.targets, {})
-            self.announce(self.here)
-            self.assertEqual(self.outcome(), "announced")
-        self.answers[self.here] = {}
-        self.pass_time(30)
-        self.assertEqual(self.listed("name", "verified", "flavor", "ping_ms"),
-                         [("Fun & Games", "query", 0, 40)])
-        self.announce(self.here)
-        self.assertEqual((self.outcome(), self.players()), ("listed", 5))
         self.answers[self.here] = {"o5": b"", "o69": b"\0"}
-        self.pass_time(600)
-        self.registry.expire(self.now)
-        self.assertEqual((self.listed("name"), self.players()), ([("203.0.113.9:27888",)], 0))
+        self.pass_time(2)
+        self.assertEqual((self.listed("name", "flavor", "ping_ms"), self.players()),
+                         ([("203.0.113.9:27888", 0, 40)], 0))
 
     def test_an_announcement_begins_a_new_poll(self):
         """Of one that has not answered yet, of a listed one between two polls, and of one whose
@@ -3359,7 +3302,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                          ("203.0.113.9:25000", 6, 4, {"arenas": ARENAS_TEXT}, {}))
         world.announce()
         world.announce(zone_packet(b"Forged"), source_port=6000)
-        self.assertEqual(world.outcome()[0], "owner")
+        self.assertEqual((world.outcome()[0], zone.lifetime), ("owner", math.inf))
         world.run(300)
         self.assertEqual((zone.name, zone.details["arenas"]), ("Loopback Test Zone", ARENAS_TEXT))
         world.zones.clear()
@@ -4701,26 +4644,16 @@ class Quake3Test(unittest.TestCase):
         self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
         self.assertEqual(self.send(info(challenge), 0.1), [])
         server, = self.registry.servers()
-        for name, value in {
-                **self.world.listed, "game": "openarena", "room": "quake3", "port": 36960,
-                "address": "203.0.113.9", "verified": "query", "lifetime": 900.0,
-                "last_seen": 0.1}.items():
-            self.assertEqual(getattr(server, name), value, name)
-        self.assertEqual(self.outcome(), "listed: ")
-        self.assertEqual(self.send(self.world.list_question), [self.world.list_answer])
+        self.assertEqual((server.lifetime, server.last_seen, self.outcome()),
+                         (900.0, 0.1, "listed: "))
         self.assertEqual(self.quake3.mode_text(server), "free for all")
 
-    def test_question_and_answer(self):
-        """The same for the poller and, in a room without a master, for `ping`."""
-        for room in ms.Quake3(), self.quake3:
-            target = ms.Target(room, *self.place, ms.ANNOUNCED)
-            target.nonce = self.world.nonce
-            self.assertEqual(room.question(target), self.world.question)
-            self.assertEqual(room.read_answer(target, self.world.answer), self.world.listed)
-            for wrong in self.world.wrong_answers:
-                self.assertRaises(ms.Malformed, room.read_answer, target, wrong)
+    def test_an_answer_that_nothing_tells_the_game_of(self):
+        """The poller does not take it, and `ping`, whose room has no master, shows it."""
         nameless = info(b"abcdef01", gamename=None, protocol=b"99")
-        self.assertRaisesRegex(ms.Malformed, "gamename", room.read_answer, target, nameless)
+        target = ms.Target(self.quake3, *self.place, ms.ANNOUNCED)
+        target.nonce = self.world.nonce
+        self.assertRaisesRegex(ms.Malformed, "gamename", self.quake3.read_answer, target, nameless)
         answer = ms.Quake3().read_answer(target, nameless)
         self.assertEqual(answer["details"]["gamename"], "Quake3Arena")
 
@@ -5000,17 +4933,6 @@ class Quake3Test(unittest.TestCase):
         self.poll(range(131, 136))
         self.assertEqual(self.registry.servers(), [server])
 
-    def test_a_restored_server_is_polled(self):
-        rooms = {"quake3": ms.Quake3}
-        row = ms.listed_row(self.shake(b"DarkPlaces", gamename=b"Smokin-Guns"), 0.0, rooms)
-        self.start()
-        server = ms.restored_server(row, 0.0, 10.0, rooms)
-        self.registry.insert(server)
-        self.quake3.resume(server)
-        self.assertEqual(self.registry.titles, {"smokin-guns": "Smokin-Guns"})
-        self.poll([1, 2], lambda challenge: info(challenge, gamename=b"Smokin-Guns"))
-        self.assertEqual((self.registry.servers(), server.confirmed), ([server], True))
-
     def test_questions(self):
         self.start(quake3__tags="Warsow = Warsow")
         # port -> what it is
@@ -5082,8 +5004,10 @@ class Quake3Test(unittest.TestCase):
         self.start(quake3__tags="Q = Quake3Arena")
         _, most = ms.SURPLUS_BYTES
         self.registry.rules.allow_surplus("quake3", "192.0.2.9", most, 1.0)
-        for data in question, OUT + b"heartbeat Q\n":
-            self.assertEqual(self.send(data, 1.0, asker), "Limited: ")
+        with mock.patch.object(ms, "quake3_packets") as rendered:
+            for data in question, OUT + b"heartbeat Q\n":
+                self.assertEqual(self.send(data, 1.0, asker), "Limited: ")
+        rendered.assert_not_called()
 
 
 @needs_forged_sources
@@ -6104,6 +6028,10 @@ class World:
     unheard = "silent"                  # the outcome if the server does not answer
     contact = ""                        # the line for operators on the page
     page_words: Any = ()                # on the server's page
+    # What strangers send: (a name, datagrams, how many bytes more than these may be sent back)
+    requests: Any = ()
+    connections: Any = ()               # by TCP; KEY! stands for the key of the greeting
+    bodies: Dict[str, Any] = {}         # of POST /announce, by their type
 
     def __init__(self, **settings):
         self.core = with_rooms(make_core(**settings))
@@ -6208,7 +6136,6 @@ class IceballWorld(World):
     fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
     contact = '"heartbeat_send": true, "heartbeat": [["m.example", 27790]]'
     page_words = ("classic(512,512)", "0.2.1-37")
-    # What strangers send, and how many bytes more than that may be sent back
     requests = (
         ("announcement", [CAPTURED], 0),
         ("all texts full", [announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)], 7),
@@ -6400,9 +6327,8 @@ class LuantiWorld(World):
         b'"address":""', b'"address":"203.0.113.9"'))]),)
     contact = "server_announce = true, and serverlist_url = http://m.example:27790"
     page_words = ("A description", "damage, pvp")
-    bodies = (("multipart/form-data", luanti_body(LUANTI_START)),
-              ("multipart/form-data", luanti_body(LUANTI_UPDATE)),
-              ("multipart/form-data", luanti_body(LUANTI_DELETE)))
+    bodies = {"multipart/form-data": [
+        luanti_body(text) for text in (LUANTI_START, LUANTI_UPDATE, LUANTI_DELETE)]}
 
     def announce(self):
         self.by_http(luanti_request(LUANTI_START), self.place[0])
@@ -6425,12 +6351,7 @@ class DdnetWorld(World):
         "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
         "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
     private = {"ddnet_registration": registration}
-    bad_private = (
-        {}, {"ddnet_registration": 5}, {"ddnet_registration": dict(registration, info="x")},
-        {"ddnet_registration": dict(registration, serial="0")},
-        {"ddnet_registration": dict(registration, secret="x")},
-        {"ddnet_registration": dict(registration, addresses=[])},
-        {"ddnet_registration": dict(registration, addresses=["tw-0.6+udp://x"])})
+    bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}})
     contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
                "http_allow_insecure 1")
     page_words = ("tw-0.6+udp://203.0.113.9:8399",)
@@ -6832,55 +6753,34 @@ class FoundServersTest(unittest.TestCase):
 # --- It holds against noise ----------------------------------------------------------------------
 
 NASTY_BYTES = b"\0\1\x7f\x80\xff\r\n #%&=:;/[]{}\"'<>0-"
-FULL_TEXTS = announcement(name=b"n" * 30, mode=b"m" * 10, map=b"p" * 30)
+NOT_LISTED = ms.Malformed, ms.Refused, ms.Limited      # what the event loop takes from a protocol
+# SubSpace's list port: what players send
+ZONE_LIST_PACKETS = (
+    CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"), hexa("0007"),
+    hexa("000e 06 0005 01020304 06 0004 00000000"),
+    hexa("0003 00000000 000a 20000000 01") + bytes(31))
 
 
 def protocols_of(core):
-    """All that the program has, by the names of their classes."""
+    """All that the program has, by the names of their classes; rooms first."""
+    with_rooms(core)
+    ports = [port.make(room) for room in core.rooms.values() for port in room.ports]
     return {type(protocol).__name__: protocol
-            for protocol in [row.make(core) for row in ms.PROTOCOLS]}
-
-
-def game_server_answers(packet):
-    """What game servers send back to what a master sends them."""
-    identity = packet[1:5]
-    if packet[:4] == b"MSOK":
-        return [b"HSHK" + packet[4:]]
-    if packet[:12] == OUT + b"getinfo ":
-        return [info(packet[12:])]
-    if packet == b"\0":
-        return [zlib.compress(AIO_ANSWER)]
-    if packet == LUANTI_PROBE:
-        return [LUANTI_PROBED]
-    if packet[:1] == b"\2" and len(packet) > 5:
-        return [b"\3" + identity + b"\1My server\0", b"\4" + identity + b"\1\5\0\0\0",
-                b"\5" + identity]
-    if packet[:1] == b"\2" and len(packet) == 5:
-        return [hyperbol_reply(o1=identity)]
-    return [asss(packet)] if len(packet) == 4 or packet[4:] in (b"\3\0\0\0", b"\2\0\0\0") else []
+            for protocol in [*core.rooms.values(), *ports, ms.Web(core), core.poller]}
 
 
 class FuzzTest(unittest.TestCase):
-    """But for Malformed and Limited no exception escapes, whatever comes, whole or in pieces."""
+    """But for Malformed, Refused and Limited no exception escapes, whatever comes, whole or in
+    pieces."""
 
-    # By what reads them: each protocol, a type of body for POST /announce, the database
-    SAMPLES = {
-        "Iceball": (CAPTURED, FULL_TEXTS, hexa("4853484b 8a850c03"), hexa("01 0100 0151 00"),
-                    hexa("06")),
-        "SubSpace": (ZONE_PACKET, zone_packet(name=b"\x80" * 32), PING_TIME, BOTH),
-        "SubSpaceList": (
-            CONNECT, REQUEST, hexa("0004 00000000"), hexa("0005 01020304 0000"), hexa("0007"),
-            hexa("000e 06 0005 01020304 06 0004 00000000"),
-            hexa("0003 00000000 000a 20000000 01") + bytes(31)),
-        "Poller": (hyperbol_reply(), SHORT, BOTH, AIO_ANSWER),
-        "Hyperbol": (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4)),
-        "Quake3": (HEARTBEAT, OUT + b"heartbeat DarkPlaces\n", info(b"AbCdEf-_"),
-                   OUT + b"getservers 71 empty full\n",
-                   OUT + b"getserversExt Quake3Arena 71 ipv4 ipv6 empty full"),
-        "Aio": (AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
-                b"13#Name [3/8]#D#203.0.113.7#27010#%12#%", b"SET_IP#203.0.113.7#%\n",
-                AIO_FRAMED + AIO_KEEPALIVE + hexa("01000000 02 01000000 01"),
-                hexa("0b000001 789c636eca0400017900ef"), *AIO_LISTS),
+    # By what reads them: a protocol, a type of body for POST /announce, or the database
+    SAMPLES: Dict[str, Any] = {
+        **{world.room.__name__: tuple(itertools.chain.from_iterable(
+            packets for _, packets, _ in world.requests)) for world in WORLDS if world.requests},
+        **{world.room.__name__: world.connections for world in WORLDS if world.connections},
+        **{kind: bodies for world in WORLDS for kind, bodies in world.bodies.items()},
+        "SubSpaceList": ZONE_LIST_PACKETS,
+        "Poller": tuple(world().reply(world.question) for world in POLLED),
         "Web": (b"GET /master.json HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n",
                 b"GET /?name=a%FFb&players_min=3 HTTP/1.0\r\n\r\n",
                 b'GET /servers.json HTTP/1.1\r\nHost: x\r\nIf-None-Match: "x", W/"y"\r\n\r\n',
@@ -6898,31 +6798,34 @@ class FuzzTest(unittest.TestCase):
         "application/json": (
             b'{"game":"hyperbol","port":27888,"name":"\\ud83d\\u0000","version":1.5e3}',
             b'{"game":"subspace","port":5000,"name":"Z\\ud800","description":"d"}'),
-        "multipart/form-data": (luanti_body(LUANTI_START), luanti_body(LUANTI_DELETE)),
         "a stored row": (
-            b'["S","m","map","1",1,9,null,"d",0,"query",true,{},"203.0.113.9",false,%s]'
-            % LUANTI_STORED,
+            *(json.dumps({"name": "S", "verified": "query", "source": "203.0.113.9",
+                          **world.private}).encode() for world in WORLDS),
             b'["S\\ud800","m","map","1",70000,9,-3,"d",999,"x",false,{"skill":[1]},"nowhere",true]',
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
-            b'["S","m","map","1",1,9,null,"d",0,"handshake",true,{},"203.0.113.9",false,{},{},"",'
-            b'{"info":%s,"serial":0,"secret":"0123456789abcdef0123456789abcdef",'
-            b'"addresses":["tw-0.6+udp://203.0.113.9:8399"]}]' % json.dumps(
-                DDNET_INFO.decode()).encode(),
             b"[" * 4000)}
-    # One for each protocol, game, route or kind; the latest alone; what the disk thread takes
-    MAY_STAY = {*"queriers counts games subscriptions lists titles requests request_counts".split(),
-                "waiting", "by_source", "altered", "gamenames_by_tag", "caches", "scheme_fields"}
+    # One for each route, list or game; what the disk thread takes; senders, up to a number
+    MAY_STAY = {("Web", "request_counts"), ("Web", "room_lists"), ("Registry", "games"),
+                ("Registry", "altered"), ("Iceball", "senders")}
+
     def setUp(self):
         self.chance = random.Random(20)
+        self.tokens = {}                # of the last challenge to each address
         self.core = make_core(games__mygame="My Game", limits__requests="100000",
                               limits__datagrams="100000", limits__servers="300")
-        self.tokens = {}                # of the last challenge to each address
-        self.core = self.core._replace(send=lambda data, peer: self.tokens.update(
-            {peer[0]: data.split(b"\0")[-2]}))
+        self.core.send = lambda data, peer: self.tokens.update({peer[0]: data.split(b"\0")[-2]})
         self.protocols = protocols_of(self.core)
+        self.sizes_at_start = self.sizes()
+        self.worlds = {world.room.__name__: world() for world in WORLDS}
         self.sessions = []
         self.now = 0.0
         self.here = None                # whose input it is; None: nobody is there any more
+
+    def sizes(self):
+        """Of what protocols and the registry keep."""
+        return {(type(thing).__name__, name): len(value)
+                for thing in (*self.protocols.values(), self.core.registry)
+                for name, value in vars(thing).items() if isinstance(value, (dict, list, set))}
 
     def mutated(self, data):
         """Cut, repeated, with noise in it."""
@@ -6939,13 +6842,15 @@ class FuzzTest(unittest.TestCase):
 
     def datagrams(self, name, replies, depth=3):
         """What the receivers of a protocol's replies answer, and so on."""
+        worlds = [self.worlds[name]] if name in self.worlds else self.worlds.values()
         for packet, place in replies if depth and self.here else ():
-            for answer in game_server_answers(packet):
+            for world in worlds:
+                answer = world.reply(packet)
                 answer = self.chance.choice((answer, self.mutated(answer)))
                 self.datagram(name, answer, place, depth - 1)
 
     def datagram(self, name, data, peer, depth=3):
-        with contextlib.suppress(ms.Malformed, ms.Limited):
+        with contextlib.suppress(*NOT_LISTED):
             replies = self.protocols[name].datagram(data, peer, self.now)
             self.datagrams(name, replies, depth)
 
@@ -6962,7 +6867,7 @@ class FuzzTest(unittest.TestCase):
             if name == "Web":
                 out += session.tick(self.now + 60.0)
                 self.assertTrue(session.done)
-        except ms.Malformed:
+        except NOT_LISTED:
             session.done = True
         while name == "Web" and out and not data.startswith(b"HEAD"):
             out = split_response(out)[3]            # each is whole
@@ -6972,16 +6877,19 @@ class FuzzTest(unittest.TestCase):
 
     def stored_row(self, data):
         """What noise in the database makes of a listed server."""
-        row = ("mygame", self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
+        row = (self.chance.choice(("mygame", "openarena", *self.core.rooms)),
+               self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
                self.chance.choice((1, 65535, 0, -5, 1 << 40)), 99.0, 0.0, 9.0,
                data.decode("utf-8", "replace"))
         registry = self.core.registry
-        with contextlib.suppress(ms.Refused, TypeError, ValueError, RecursionError):
-            server = ms.restored_server(ms.read_row(row), self.now, 10.0, ms.ROOMS)
+        with contextlib.suppress(*NOT_LISTED, TypeError, ValueError, RecursionError):
+            row = ms.read_row(row)
+            server = ms.restored_server(row, self.now, 10.0, self.core.rooms)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
-                registry.insert(server)
-                json.dumps(ms.listed_row(server, 0.0, ms.ROOMS).fields)
+                json.dumps(ms.listed_row(server, 0.0, self.core.rooms).fields)
+                if server.game == "mygame":
+                    registry.insert(server)
 
     def settings(self, path):
         lines = ["[%s]\n%s = %s\n" % (row.section, row.key or row.default.partition(" = ")[0],
@@ -6995,6 +6903,9 @@ class FuzzTest(unittest.TestCase):
     def tick(self):
         self.now += 1.0
         self.core.registry.expire(self.now)
+        for event, server in changes_of(self.core.registry):
+            if event == "gone" and server.room in self.core.rooms:
+                self.core.rooms[server.room].gone(server)
         for name, protocol in self.protocols.items():
             self.datagrams(name, protocol.tick(self.now) or ())
         for session in self.sessions:
@@ -7012,14 +6923,12 @@ class FuzzTest(unittest.TestCase):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
-        b"".join(ms.list_pieces(self.protocols["SubSpace"].rendered("zones", self.now), 0))
-        self.connection("Hyperbol", b"KEY!" + bytes(4))
-        for request in AIO_LISTS:
-            self.connection("Aio", request)
+        for room in self.core.rooms.values():
+            for name in room.lists():
+                room.rendered(name, self.now)
 
     def test_noise(self):
-        # Luanti's packets are those of "multipart/form-data"
-        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})
+        self.assertLessEqual({*self.protocols} - {"Luanti"}, {*self.SAMPLES})   # that is by HTTP
         games = set()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -7041,25 +6950,22 @@ class FuzzTest(unittest.TestCase):
                     pieces = self.SAMPLES["Ddnet"][0], self.SAMPLES["Ddnet"][2]
                 for piece in pieces:
                     self.connection("Web", piece.replace(b"2ffa794f", self.here[0].encode()))
-            elif isinstance(self.protocols[name], ms.UdpProtocol):
-                self.datagram(name, data, self.here)
-            else:
+            elif hasattr(self.protocols[name], "session"):
                 self.connection(name, data)
-            for room, packet in itertools.product(ms.GAMES, (data, zlib.compress(data))):
-                if room.answers_queries:
-                    target = ms.Target(room(), *self.here, ms.NAMED)
-                    with contextlib.suppress(ms.Malformed):
-                        target.room.question(target)
-                        target.room.read_answer(target, packet)
+            else:
+                self.datagram(name, data, self.here)
+            for world, packet in itertools.product(POLLED, (data, zlib.compress(data))):
+                target = ms.Target(world.room(), *self.here, ms.NAMED)
+                with contextlib.suppress(ms.Malformed):
+                    target.room.question(target)
+                    target.room.read_answer(target, packet)
             if number % 100 == 0:
                 self.settings(os.path.join(folder.name, "fuzz.ini"))
                 self.tick()
-                games.update(server.game for server in self.core.registry.servers())
+                games.update(server.room or server.game for server in self.core.registry.servers())
             if number % 2000 == 0:
                 self.lists()
-        self.assertLessEqual({protocol.game or "mygame"
-                              for protocol in self.protocols.values()} - {"quake3"}
-                             | {"openarena"}, games)
+        self.assertEqual(games, {"mygame", *self.core.rooms})
         self.here = None                                # everybody goes
         for session in self.sessions:
             session.closed(self.now)
@@ -7067,12 +6973,8 @@ class FuzzTest(unittest.TestCase):
         for _ in range(600):
             self.tick()
         self.assertEqual(self.core.registry.servers(), [])
-        left = {name for thing in (*self.protocols.values(), self.core.registry)
-                for name, value in vars(thing).items()
-                if isinstance(value, (dict, list, set)) and value}
-        self.assertLessEqual(left, self.MAY_STAY)
-        for protocol in self.protocols.values():
-            self.assertFalse(any(getattr(protocol, "caches", {}).values()))
+        self.assertEqual({name for name, size in self.sizes().items()
+                          if size > self.sizes_at_start.get(name, 0)} - self.MAY_STAY, set())
 
 
 class AmplificationTest(unittest.TestCase):
@@ -7081,63 +6983,42 @@ class AmplificationTest(unittest.TestCase):
 
     PEER = "203.0.113.9", 5000
     # Before anything is acknowledged
-    LIST_BYTES = len(ms.LINK_WAITS_S) * (ms.LINK_CHUNK_BYTES + 12)
+    LIST_BYTES = int(ms.LINK_IDLE_S + 1) * (ms.LINK_CHUNK_BYTES + 12)
     # Of every type that any document has: a name, the port, the datagrams that make the request,
     # and how many bytes more than it has the answers may have, and do have
     REQUESTS = (
-        ("announcement", "Iceball", [CAPTURED], 0),
-        ("all texts full", "Iceball", [FULL_TEXTS], 7),
-        ("heartbeat version", "Iceball", [announcement(hbversion=3)], 0),
-        ("its shortest", "Iceball", [announcement(hbversion=3)[:10]], 0),
-        ("length", "Iceball", [CAPTURED + b"x"], 0),
-        ("no versions", "Iceball", [b"1CEB\2"], 0),
-        ("forged cookie", "Iceball", [b"HSHK" + bytes(80)], 0),
-        ("request id", "Iceball", [hexa("01 0100 0151 00")], 13),
-        ("request id, version", "Iceball", [hexa("01 0200")], 0),
-        ("fields", "Iceball", [hexa("03 01020304 01 4100"), hexa("04 01020304 01 05000000"),
-                               hexa("05 01020304")], 0),
-        ("other types", "Iceball", [hexa("02 01020304"), hexa("06"), b"\xff"], 0),
-        ("ping of 4", "SubSpace", [PING_TIME], 4),
-        ("ping of 8", "SubSpace", [PING_TIME + bytes(4)], 0),
-        ("ping, total", "SubSpace", [PING_TIME + hexa("01000000")], 8),
-        ("ping, arenas", "SubSpace", [PING_TIME + hexa("02000000")], 504),
-        ("other sizes", "SubSpace", [b"", b"x", bytes(6), bytes(94), bytes(481)], 0),
-        ("zone", "SubSpace", [ZONE_PACKET], 0),
-        ("shortest zone", "SubSpace", [zone_packet(name=b"Z", description=b"\0")], 0),
+        *((name, world.room.__name__, packets, most)
+          for world in WORLDS for name, packets, most in world.requests),
         ("connect", "SubSpaceList", [CONNECT] * 20, 0),
         ("list", "SubSpaceList", [CONNECT, REQUEST], LIST_BYTES),
         ("list, again and again", "SubSpaceList", [CONNECT, REQUEST] * 20, LIST_BYTES),
         ("no connect", "SubSpaceList", [REQUEST, hexa("0007")], 0),
         ("sync", "SubSpaceList", [CONNECT, hexa("0005 01020304")], 4),
-        ("heartbeat", "Quake3", [HEARTBEAT], 0),
-        ("heartbeat that is listed", "Quake3", [OUT + b"heartbeat DarkPlaces\n"] * 20, 0),
-        ("unknown tag", "Quake3", [OUT + b"heartbeat x\n"], 0),
-        ("infoResponse", "Quake3", [info(b"AbCdEf-_")], 0),
-        ("getservers", "Quake3", [OUT + b"getservers 71 empty\n"], 114),
-        ("getserversExt", "Quake3", [OUT + b"getserversExt Quake3Arena 71 empty full"], 94),
-        ("an answer nobody asked for", "Poller", [bytes(8), hyperbol_reply()], 0))
+        *(("an answer to " + world.__name__, "Poller", [world().reply(world.question)], 0)
+          for world in POLLED))
 
     def start(self):
         self.core = make_core()
-        for number in range(60):
-            address = "198.51.100.%d" % number
-            self.core.registry.list_or_refresh(
-                (("iceball", "hyperbol", "subspace", "aio")[number % 4], address,
-                 1000), address, 0.0,
-                1e6, {"name": "A listed server", "description": "x" * 80, "players": 9})
-        for number in range(15):
-            address = "198.51.100.%d" % (100 + number)
-            self.core.registry.list_or_refresh(("openarena", address, 1000), address, 0.0, 1e6, {
-                "version": "71", "details": {"gamename": "Quake3Arena"}})
         self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
-                          if isinstance(protocol, ms.UdpProtocol)}
+                          if hasattr(protocol, "datagram")}
+        for number in range(75):
+            room = list(self.core.rooms.values())[number % 5]
+            address = "198.51.100.%d" % number
+            fields = {"name": "A listed server", "description": "x" * 80, "players": 9,
+                      "room": room.game,
+                      "private": {name: one.default for name, one in room.private.items()}}
+            game = room.game
+            if game == "quake3":
+                game = "openarena"
+                fields.update(version="71", details={"gamename": "Quake3Arena"})
+            self.core.registry.list_or_refresh((game, address, 1000), address, 0.0, 1e6, fields)
 
     def surplus(self, name, packets, peer=PEER, seconds=0):
         """How many bytes more go to the source than came from it, repetitions and queries of the
         next seconds too."""
         sent = []
         for data in packets:
-            with contextlib.suppress(ms.Malformed, ms.Limited):
+            with contextlib.suppress(*NOT_LISTED):
                 sent += self.protocols[name].datagram(data, peer, 10.0)
         for second in range(seconds):
             for protocol in self.protocols.values():
@@ -7202,7 +7083,7 @@ class AmplificationTest(unittest.TestCase):
                     break
                 data, sender, receiver = talk.popleft()
                 now += 0.25                         # slow enough for every other limit
-                with contextlib.suppress(ms.Malformed, ms.Limited):
+                with contextlib.suppress(*NOT_LISTED):
                     talk.extend((reply, receiver, to) for reply, to in places[receiver].datagram(
                         data, sender, now) if to in places)
             self.assertFalse(talk, (name, source, place))
@@ -8539,6 +8420,8 @@ class LuantiTest(WebCase):
         form = http_request("/announce", "Content-Length: 23", method="POST",
                             body=b"game=luanti&port=30000&")
         self.assertIn(b"announce themselves", self.exchange(form, self.HERE))
+        entry = {"private": {**json.loads(LUANTI_STORED), "clients": -1}}       # of another list
+        self.assertRaisesRegex(ms.Refused, "clients: " + number, self.luanti.found, entry)
         self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
         for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
             self.assertEqual(ms.read_luanti_address(address), address)
@@ -8572,19 +8455,14 @@ class LuantiTest(WebCase):
         for uptime, status in ((400, 202), (-1, 400), (500, 202)):
             self.assertEqual(self.say(LUANTI_UPDATE, uptime=uptime)[0], status)
 
-    def test_packets_that_are_no_answer_to_a_probe(self):
-        self.say()
-        _, peer = self.core.poller.tick(0.0)[0]
-        for bad in (b"", LUANTI_PROBE, LUANTI_PROBED[:-1], LUANTI_PROBED + b"\0",
-                    hexa("4f457403 0001 0003 ffdc 0002 0002"), hexa("4f457402") + LUANTI_PROBED[4:],
+    def test_other_answers_to_a_probe(self):
+        """The numbers in between may differ; the goodbye repeats the last one."""
+        target, answer = mock.Mock(why=ms.ANNOUNCED), hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
+        self.assertEqual(self.luanti.read_answer(target, answer), {})
+        self.assertEqual(self.luanti.goodbye(answer), hexa("4f457403 beef 0000 03"))
+        for bad in (LUANTI_PROBE, hexa("4f457403 0001 0003 ffdc 0002 0002"),
                     hexa("4f457403 0002 0003 ffdc 0001 0002")):
-            self.assertRaises(ms.Malformed, self.core.poller.datagram, bad, peer, 0.1)
-        self.assertEqual(self.registry.total, 0)
-        # The numbers in between may differ
-        answer = hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
-        self.assertEqual(self.core.poller.datagram(answer, peer, 0.1),
-                         [(hexa("4f457403 beef 0000 03"), peer)])
-        self.assertEqual(self.registry.total, 1)
+            self.assertRaises(ms.Malformed, self.luanti.read_answer, target, bad)
 
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
@@ -8751,34 +8629,14 @@ class LuantiTest(WebCase):
         before = self.found()["list"]
         row = ms.listed_row(server, 1000.0, self.core.rooms)
         self.registry.remove_own(server)
-        text = ms.ENCODER.encode(row.fields).replace('"uptime":300', '"uptime":-1')
-        with self.assertRaisesRegex(ms.Malformed, "uptime"):
-            ms.restored_server(row._replace(fields=json.loads(text)), 5.0, 1005.0, self.core.rooms)
         server = ms.restored_server(row, 5.0, 1005.0, self.core.rooms)
         self.registry.insert(server)
         self.luanti.resume(server)
         self.poll(31)
-        self.assertTrue(server.confirmed)
         self.assertEqual(self.found()["list"], before)
         self.say(LUANTI_UPDATE)
         entry, = self.found()["list"]
         self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]), ("v7", 3, 2))
-
-    def test_another_master_s_list(self):
-        conversation = ms.Luanti().fetch()
-        self.assertEqual(next(conversation).path, "/list")
-        name = "L\u001b[1m"
-        entry = {**json.loads(LUANTI_STORED), "address": "a.example", "name": name}
-        with self.assertRaises(StopIteration) as stop:
-            conversation.send(ms.HttpAnswer(200, json.dumps({"list": [entry] * 2}).encode()))
-        first, *_ = stop.exception.value
-        self.assertEqual(
-            [first[key] for key in ("address", "port", "name", "players", "max_players")],
-            ["a.example", 36302, "L", 0, 15])
-        fields = self.luanti.found(first)
-        self.assertEqual((fields["map"], fields["verified"]), ("v7", "another list"))
-        first["private"]["clients"] = -1
-        self.assertRaises(ms.Refused, self.luanti.found, first)
 
 
 MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
@@ -9250,8 +9108,8 @@ class DdnetTest(WebCase):
         """By source and in all. Who is listed stays, with his old info; small ones always fit."""
         large = ddnet_info(x="y" * 32_000)
 
-        def status(port, body=DDNET_INFO, source=self.HERE):
-            (status, message), _ = self.register(self.other(port), body, source, 20.0)
+        def status(port, body=DDNET_INFO, source=self.HERE, now=10.0):
+            (status, message), _ = self.register(self.other(port), body, source, now)
             self.assertEqual("too large together" in message, status == 429)
             return status
 
@@ -9260,18 +9118,19 @@ class DdnetTest(WebCase):
         for port, body, source, expected in (
                 (9000, large, self.HERE, 200),          # instead of one as large
                 (9100, large, self.HERE, 429), (9101, DDNET_INFO, self.HERE, 200),
-                (9101, large, self.HERE, 429), (9102, large, "203.0.113.10", 200),
                 (9101, large, self.HERE_6, 429),        # it counts for the same source
-                (9000, DDNET_INFO, self.HERE, 200)):
+                (9102, large, "203.0.113.10", 200)):
             self.assertEqual(status(port, body, source), expected, port)
+        self.assertEqual(status(9101, large, now=20.0), 429)
         server = self.registry.get("ddnet", self.HERE, 9101)
         self.assertEqual((server.last_seen, self.ddnet.registration(server)["info"]),
                          (20.0, ms.read_ddnet_info(DDNET_INFO)))
+        self.assertEqual(status(9000, now=20.0), 200)
         self.tick(20.0)                     # a smaller info has given its bytes back
-        self.assertEqual([status(9101, large), status(9000, large)], [200, 429])
+        self.assertEqual([status(port, large, now=20.0) for port in (9101, 9000)], [200, 429])
         self.ddnet.large_bytes.total = ms.DDNET_LARGE_BYTES
-        self.assertEqual([status(9103, body, "203.0.113.11") for body in (large, DDNET_INFO)],
-                         [429, 200])
+        self.assertEqual([status(9103, body, "203.0.113.11", 20.0)
+                          for body in (large, DDNET_INFO)], [429, 200])
 
     def test_repetitions_are_not_parsed(self):
         """Nor limited: the same bytes from the same address, as long as nothing about the server
@@ -9391,14 +9250,12 @@ class DdnetTest(WebCase):
         self.assertEqual(self.ddnet.player_names(server), ["<ann> (C&A)", "bob", "eve"])
 
     def test_the_list_of_another_master(self):
-        body = b'{"servers":[{"addresses":["%s"],"location":"eu","info":%s}]}' % (
-            self.URLS[2].encode(), ddnet_info(clients=[ddnet_client()]))
-        (step,), servers = converse(ms.Ddnet().fetch(), ms.HttpAnswer(200, body))
-        self.assertEqual((step.path, list(servers)), (ms.DDNET_SERVERS, [{
-            "address": self.HERE_6, "port": 8399, "name": 'Te st "ü" <b>', "players": 1,
-            "mode": "TestDDraceNetwork", "map": "Tutorial", "version": "0.6.4, 16.4",
-            "max_players": 64}]))
-        entry = json.loads(body)["servers"][0]
+        """Those who play are counted."""
+        entry = {"addresses": self.URLS[2:], "location": "eu", "info": json.loads(ddnet_info(
+            clients=[ddnet_client(), ddnet_client(is_player=False)]))}
+        server = ms.read_ddnet_entry(entry)
+        self.assertEqual([server[name] for name in ("address", "port", "name", "players")],
+                         [self.HERE_6, 8399, 'Te st "ü" <b>', 1])
         for wrong in ("x", {}, {**entry, "addresses": []}, {**entry, "addresses": ["x"]},
                       {**entry, "info": {}}, {**entry, "info": {**entry["info"], "clients": 5}}):
             self.assertRaises(ms.Malformed, ms.read_ddnet_entry, wrong)
@@ -9494,8 +9351,6 @@ def mmdb_value(value: Any) -> bytes:
     if isinstance(value, int):
         raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
         return mmdb_head(9, len(raw)) + raw
-    if isinstance(value, float):
-        return mmdb_head(3, 8) + struct.pack(">d", value)
     if isinstance(value, tuple):
         return mmdb_head(value[0], len(value[1])) + value[1]
     if isinstance(value, bytes):
@@ -9607,7 +9462,7 @@ class CountryFileTest(unittest.TestCase):
         """What stands before the country is skipped, whatever it is."""
         before = {
             "text": "x" * 28, "longer": "x" * 29, "long": "x" * 285, "very long": "x" * 65821,
-            "double": 1.5, "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
+            "double": (3, bytes(8)), "bytes": (4, b"\xff" * 300), "uint16": (5, b"\1\2"),
             "uint32": (6, b""), "int32": (8, b"\xff\xff\xff\xff"), "uint64": 1 << 63,
             "uint128": (10, b"\xff" * 16), "array": [1, ["x", {"y": True}], []], "flag": False,
             "float": (15, b"\0\0\0\0"), "empty": {}, "many": dict.fromkeys(map(str, range(40)), 1)}
@@ -9631,7 +9486,7 @@ class CountryFileTest(unittest.TestCase):
         for raw, words in (
                 (b"", "not an MMDB file"), (b"x" * 1000, "not an MMDB file"),
                 (gzip.compress(right), "it is compressed"),
-                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end|no number"),
+                (right[:-400], "not an MMDB file"), (right[:-30], "beyond the end"),
                 (right + bytes(200_000), "not an MMDB file"),
                 (simple_country_file({}, binary_format_major_version=3), "not version 2"),
                 (simple_country_file({}, record_size=20), "20 bits"),
@@ -9639,8 +9494,7 @@ class CountryFileTest(unittest.TestCase):
                 (simple_country_file({}, node_count=0), "0 nodes"),
                 (simple_country_file({}, node_count=10_000), "does not fit"),
                 (simple_country_file({}, node_count=(9, b"\xff" * 8)), "does not fit"),
-                (simple_country_file({}, node_count="9"), "no number node_count"),
-                (simple_country_file({}, build_epoch=(9, b"\1" * 9)), "no number build_epoch"),
+                (simple_country_file({}, node_count={}), "0 nodes"),
                 (simple_country_file({}, build_epoch=1 << 62), "was made in no year")):
             with self.subTest(words=words), self.assertRaisesRegex(ms.Malformed, words):
                 ms.CountryFile(raw)
@@ -9650,23 +9504,22 @@ class CountryFileTest(unittest.TestCase):
         nested = b"".join(mmdb_head(7, 1) + mmdb_value("x") for _ in range(20_000))
         de = mmdb_value("DE")
         for data, words in (
-                (mmdb_pointer(0, 1), "pointer to a pointer"),
+                (mmdb_pointer(0, 1), "too many values"),
                 (mmdb_head(7, 2) + mmdb_pointer(9999, 2), "beyond the end"),
                 (mmdb_head(7, 16_000_000) + de, "beyond the end"),
                 (mmdb_head(7, 2) + de + mmdb_head(2, 16_000_000), "beyond the end"),
                 (b"\xff\xff", "beyond the end"), (nested, "too many values"),
-                (mmdb_value("DE"), "no map"), (mmdb_value({"country": "DE"}), "no map"),
-                (mmdb_value({"country": mmdb_pointer(0, 1)}), None),
-                (mmdb_value({"country": {"iso_code": 5}}), "no text"),
+                (mmdb_value({"country": mmdb_pointer(0, 1)}), "too many values"),
                 # Each of a hundred members has as many values as one look-up may read
-                (mmdb_head(7, 100) + (de + mmdb_value([1] * 240)) * 100, "too many values"),
+                (mmdb_head(7, 100) + (de + mmdb_value([1] * 990)) * 100, "too many values"),
                 # Each name is a pointer to megabytes
                 (mmdb_head(7, 9000) + (mmdb_pointer(30_000, 2) + b"\xa0") * 9000 + bytes(3000)
                  + mmdb_value("x" * 10_000_000), "too many values"),
                 # No country, or no such member
-                (mmdb_head(7, 1) + mmdb_value(5) + mmdb_value(5), None),
+                (mmdb_head(7, 1) + mmdb_value({}) + mmdb_value(5), None),
                 *((mmdb_value(record), None) for record in (
-                    {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    "DE", {}, {"city": {"names": {"en": "Bonn"}}}, {"country": {}},
+                    {"country": "DE"}, {"country": {"iso_code": 5}},
                     {"country": {"iso_code": "-"}}, {"country": {"iso_code": "DEU"}},
                     {"country": {"iso_code": ""}}, {"country": {"names": {"en": "Germany"}}},
                     {"registered_country": {"iso_code": "DE"}}))):
@@ -9706,42 +9559,33 @@ class CountryFileTest(unittest.TestCase):
 
     @unittest.skipUnless(maxminddb, "there is no maxminddb to compare with")
     def test_the_same_as_the_reference(self):
-        """In a real file, and in files of every record size."""
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
+        """In a real file with cities, and in files of every record size."""
         chance = random.Random(200)
         networks = {}
         # In this order, as a network may not be cut into by one that comes before it
         for bits in sorted(chance.randrange(8, 33) for _ in range(3000)):
-            for network in (
-                    ipaddress.ip_network((chance.getrandbits(bits) << 32 - bits, bits)),
-                    ipaddress.ip_network((0x20 << 120 | chance.getrandbits(2 * bits - 8)
-                                          << 128 - 2 * bits, 2 * bits))):
-                networks[str(network)] = chance.choice(("DE", "NL", "FR", "US", "BR", "AU"))
-        paths = []
-        for record_bits in 24, 28, 32:
-            paths.append(os.path.join(folder.name, "%d.mmdb" % record_bits))
-            with open(paths[-1], "wb") as file:
-                file.write(simple_country_file(networks, record_bits=record_bits))
+            number = chance.getrandbits(bits) << 32 - bits
+            for network in (number, bits), (0x20 << 120 | number << 88, bits + 8):
+                networks[str(ipaddress.ip_network(network))] = chance.choice(("DE", "NL", "FR"))
+        files = [simple_country_file(networks, record_bits=bits) for bits in (24, 28, 32)]
         with contextlib.suppress(ImportError):
             import _maxminddb_geolite2
-            paths.append(os.path.join(os.path.dirname(_maxminddb_geolite2.__file__),
-                                      "GeoLite2-City.mmdb"))
-        for path in paths:
-            with open(path, "rb") as file:
-                ours = ms.CountryFile(file.read())
-            with maxminddb.open_database(path) as reference:
-                found = 0
-                for number in range(200_000 // len(paths)):
-                    address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
-                    if number % 2:
-                        address = str(ipaddress.IPv6Address(
-                            0x2 << 124 | chance.getrandbits(12) << 112 | chance.getrandbits(112)))
-                    record = reference.get(address) or {}
-                    country = record.get("country", {}).get("iso_code", "").lower()
-                    self.assertEqual(ours.country(address), country, (path, address))
-                    found += bool(country)
-                self.assertGreater(found, 1000, path)
+            folder = os.path.dirname(_maxminddb_geolite2.__file__)
+            with open(os.path.join(folder, "GeoLite2-City.mmdb"), "rb") as file:
+                files.append(file.read())
+        for raw in files:
+            ours = ms.CountryFile(raw)
+            reference = maxminddb.open_database(io.BytesIO(raw), maxminddb.MODE_FD)
+            found = 0
+            for _ in range(20_000):
+                address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
+                if chance.random() < 0.5:
+                    address = str(ipaddress.IPv6Address(2 << 124 | chance.getrandbits(124)))
+                record = reference.get(address) or {}
+                country = record.get("country", {}).get("iso_code", "").lower()
+                self.assertEqual(ours.country(address), country, (len(raw), address))
+                found += bool(country)
+            self.assertGreater(found, 1000, len(raw))
 
 
 class CountriesTest(WebCase):
@@ -9831,9 +9675,9 @@ class CountriesTest(WebCase):
 
     def test_a_damaged_file(self):
         self.rules.country_file = ms.CountryFile(mmdb_file(
-            {"203.0.113.0/24": 0}, mmdb_value({"country": "DE"})))
+            {"203.0.113.0/24": 0}, mmdb_head(7, 5)))
         self.assertEqual((self.list().country, self.rules.country_trouble),
-                         ("", "no map where one has to be"))
+                         ("", "a value beyond the end of the file"))
 
     def test_filters(self):
         for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
@@ -9869,13 +9713,10 @@ class CountriesTest(WebCase):
         registration = {"info": DDNET_INFO.decode(), "serial": 0, "secret": "0" * 32,
                         "addresses": ["tw-0.6+udp://203.0.113.9:1"]}
         for address, location in (("203.0.113.9", "eu"), ("192.0.2.9", "as:cn"), ("8.8.8.8", None)):
-            self.list(1, address, "ddnet", ddnet_registration=registration)
-            server = self.registry.get("ddnet", address, 1)
+            server = self.list(1, address, "ddnet", private={"ddnet_registration": registration})
             entry = json.loads(ms.ddnet_entry(server))
             self.assertEqual((entry.get("location"), sorted(entry)[:2]),
                              (location, ["addresses", "info"]))
-        self.assertEqual([ms.ddnet_location(code) for code in ("aq", "jp", "us", "")],
-                         ["", "as", "na", ""])
 
     def test_pages(self):
         self.list(name="Here")
@@ -9958,6 +9799,7 @@ class CountryFileOfTheProgram(unittest.TestCase):
         server.disk = DiskThread()
         listed = server.registry.list_or_refresh(
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
+        changes_of(server.registry)
         now = 0.0
 
         def run():
@@ -9968,18 +9810,19 @@ class CountryFileOfTheProgram(unittest.TestCase):
             server.tick(now + 1.0)
 
         nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_value({"country": "DE"}))
+        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
         for raw, country, line, trouble in (
                 (nl, "nl", "file with countries read", None),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: no map", "the file is damaged: no map"),
+                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
                 (pl, "pl", "file with countries read", None)):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
                 run()
                 run()
             self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output if "settings read again" not in text]
+            lines = [text for text in logged.output
+                     if "settings read again" not in text and "aio listed" not in text]
             self.assertRegex(lines[-1], line)
             self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
             self.assertIn(trouble or "", server.health.get("countries", ""))
@@ -10463,6 +10306,7 @@ class WebhookTest(unittest.TestCase):
                 body = b"game=mygame&port=5&name=A+name&players=%d" % players
                 answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
                 self.assertEqual(answer[0], 200)
+                eventually(lambda: not server.registry.changes)
 
             def told(path):
                 return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
@@ -10553,7 +10397,7 @@ class UdpSocketTest(unittest.TestCase):
         sock = ms.bound_socket(socket.AF_INET, "udp", "127.0.0.1", 0)
         self.addCleanup(sock.close)
         return ms.UdpSocket("mirror", sock, MirrorProtocol(), ms.Tally(), ms.Limiter((1e6, 1e6)),
-                            vector)
+                            make_core().registry, vector)
 
     def ways(self) -> Iterable[ms.UdpSocket]:
         for vector in (None, ms.MessageVector.create()):
@@ -10639,10 +10483,12 @@ class UdpSocketTest(unittest.TestCase):
         for place in self.ways():
             core = make_core(limits__exempt="")
             place.protocol, place.limiter = ms.Iceball(core), ms.Limiter((0.001, 2))
+            place.registry = core.registry
             game = self.game()
             peer = game.getsockname()
-            msok = place.protocol.answer_announcement(CAPTURED, peer[0], 0.0)
-            place.protocol.accept_handshake(b"HSHK" + msok[4:], peer, 0.0)
+            (msok, _), = deliver(place.protocol, CAPTURED, peer)
+            deliver(place.protocol, b"HSHK" + msok[4:], peer)
+            deliver(place.protocol, CAPTURED, peer)
             listed, = core.registry.servers()
             for number in range(5):
                 game.sendto(b"x", place.sock.getsockname())
@@ -11674,6 +11520,7 @@ class EventLogTest(unittest.TestCase):
                 server.registry.update(one, {"players": 5})
                 server.tick(0.0)
             server.registry.remove_own(one)
+            server.tick(0.0)
         told = [line.partition("server:")[2] for line in logged.output]
         self.assertEqual((told[0], len(told)), ("203.0.113.9:1 aio listed '\\xdc'", 1 + 20 + 1 + 2))
         self.assertEqual(told[21:], ["80 more servers listed or removed in the last second",
@@ -13102,25 +12949,16 @@ class UpstreamsTest(unittest.TestCase):
                 "%s a.example: its servers are not queried; the game is switched off here"
                 % game]))
 
-    def test_servers_of_before_a_restart(self) -> None:
-        """They are polled on without the list; those of a list that is not named any more leave."""
+    def test_servers_of_a_list_that_is_named_no_more_after_a_restart(self) -> None:
         self.start("hyperbol a.example")
-        self.silent = ["203.0.113.6"]
-        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, ""), (6, "a.example")):
+        for number, found_at in ((9, "a.example"), (8, "gone.example"), (7, "")):
             address = "203.0.113.%d" % number
             server = ms.Server("hyperbol", address, 5, address, self.now, 900.0, found_at=found_at,
                                room="hyperbol")
-            server.confirmed = False
             self.server.registry.insert(server)
             self.server.rooms["hyperbol"].resume(server)
         self.server.upstreams = ms.Upstreams(self.server)
-        self.lists["a.example"] = OSError("away")
-        self.assertEqual(self.listed(), [
-            ("203.0.113.6", "a.example"), ("203.0.113.7", ""), ("203.0.113.9", "a.example")])
-        self.run_for(120)
-        self.assertEqual([(server.address, server.confirmed)
-                          for server in self.server.registry.servers()],
-                         [("203.0.113.7", True), ("203.0.113.9", True)])
+        self.assertEqual(self.listed(), [("203.0.113.7", ""), ("203.0.113.9", "a.example")])
 
     def test_host_names_in_a_list(self) -> None:
         """They are looked up for a time, new ones first, then those looked up longest ago."""
@@ -13917,12 +13755,7 @@ class FakeServer(threading.Thread):
 
 
 def zone_answer(question: bytes) -> List[bytes]:
-    """As the captured asss does, whatever the timestamp (PROTOCOLS, section 4)."""
-    if len(question) == 4:
-        return [hexa("06000000") + question]
-    options, arenas = question[4], hexa("3000 0200 0100 706200 0100 0100 00")
-    return [question[:4] + bytes([options, 0, 0, 0]) + hexa("06000000 04000000") * (options & 1)
-            + arenas * (options >> 1)]
+    return [asss(question)]
 
 
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
@@ -13934,12 +13767,6 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
-# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
-# and their maximum, map, flags, version, players of each faction, skill
-HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
-                   (161, b"\5"), (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
-
-
 def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]:
     """A game server that answers queries under this name, from this one on."""
     queries: List[bytes] = []
@@ -13948,10 +13775,7 @@ def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]
         queries.append(query)
         if len(query) != 5 or query[0] != 2 or len(queries) < first:
             return [b"\x1bnone" + bytes(224)]           # to another's query
-        data = bytearray(229)
-        for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
-            data[offset:offset + len(value)] = value
-        return [bytes(data)]
+        return [hyperbol_reply(o1=query[1:], o5=name)]
     return answer
 
 
@@ -13977,38 +13801,31 @@ class ClientTools(unittest.TestCase):
         self.assertTrue(err.startswith("masterserver.py: 127.0.0.1:"), err)
         return err
 
-    def test_ping(self) -> None:
-        aio = zlib.compress(hexa("00 0400") + b"Cafe\2\0hi" + hexa("02000000 10000000 0300"))
-        for game, offset, answer, facts in (
-                ("subspace", 1, zone_answer,
-                 {"players": 6, "playing": 4, "arenas": "(Public 0) 2/1, pb 1/1"}),
-                ("subspace", 1, lambda data: zone_answer(data) if len(data) == 4 else [b"?"],
-                 {"players": 6, "playing": None, "arenas": ""}),
-                ("hyperbol", 0, hyperbol_game(b"Arena of Doom", 2),     # the first is asked again
-                 {"name": "Arena of Doom", "mode": "Capture the Core", "map": "orbital",
-                  "players": 5, "max_players": 16, "version": "1.8a", "flags": "0x00000005",
-                  "skill": "9", "factions": "IMF 3, Syndicate 1, Republic 2"}),
-                ("aio", 0, lambda data: [aio] * (data == b"\0"),
-                 {"name": "Cafe", "description": "hi", "players": 2, "max_players": 16,
-                  "version": "3"}),
-                ("quake3", 0, lambda data: [info(data[12:], gamename=None, clients=b"1")],
-                 {"name": "Red Test  q", "mode": "0", "map": "oa_dm1", "version": "71",
-                  "players": 1, "max_players": 8, "gamename": "Quake3Arena", "people": "0"})):
-            with FakeServer(answer) as server:
-                port = server.port - offset
-                place = "127.0.0.1:%d" % port
-                self.assertEqual(self.ask("ping", place, "--game", game),
-                                 dict(facts, game=game, address="127.0.0.1", port=port))
-                words = command("ping", place, "--game", game)[1]
+    @in_each(POLLED)
+    def test_ping(self, world: Any) -> None:
+        heard: List[bytes] = []
+
+        def answer(question: bytes) -> List[bytes]:
+            """The first question is asked again."""
+            heard.append(question)
+            return [b"?"] if len(heard) == 1 else [world().reply(question)]
+        with FakeServer(answer) as server:
+            port, game = server.port - world.room.offset, world.room.game
+            place = "127.0.0.1:%d" % port
+            facts = {**world.answered, **world.answered.get("details", {})}
+            facts.pop("details", None)
+            self.assertEqual(self.ask("ping", place, "--game", game),
+                             dict(facts, game=game, address="127.0.0.1", port=port))
+            words = command("ping", place, "--game", game)[1]
+            goodbye = world.room().goodbye(world().reply(world.question))
+            eventually(lambda: not goodbye or goodbye in heard)
+        if facts:
             self.assertRegex(words, r"(?m)^players +%d$" % facts["players"])
 
-    def test_ping_of_luanti(self) -> None:
-        heard: List[bytes] = []
-        with FakeServer(lambda data: heard.append(data) or [LUANTI_PROBED] * (
-                data == LUANTI_PROBE)) as server:
-            self.assertEqual(self.ask("ping", server.place, "--game", "luanti"), {
-                "game": "luanti", "address": "127.0.0.1", "port": server.port})
-            eventually(lambda: heard == [LUANTI_PROBE, hexa("4f457403 0002 0000 03")])
+    def test_ping_of_a_zone_that_knows_one_question(self) -> None:
+        with FakeServer(lambda data: zone_answer(data) if len(data) == 4 else [b"?"]) as server:
+            found = self.ask("ping", "127.0.0.1:%d" % (server.port - 1), "--game", "subspace")
+        self.assertEqual(found["players"], 6)
 
     def test_nothing_that_can_be_used(self) -> None:
         """Each question is asked three times."""
@@ -14034,52 +13851,36 @@ class ClientTools(unittest.TestCase):
                 self.assertEqual((status, out), (1, ""), words)
                 self.assertIn(host, err)
 
-    def test_lists_by_tcp(self) -> None:
-        greeting = hexa("01000000 00")
-        court = {"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010}
-        other = {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}
-        text = b"A<num>1#50<percent> off#203.0.113.9#27010#"
-        packed = zlib.compress(hexa("02 0200 0b") + b"203.0.113.9" + hexa("8269 0b")
-                               + b"203.0.113.8" + hexa("8369"))
-        iceball = {"address": "203.0.113.9", "port": 5, "name": "I\x1b[1m", "mode": "ctf",
-                   "map": "m", "players_current": "3", "players_max": 9, "version": "0.2.1"}
-        http_list = json.dumps({"servers": [iceball]}).encode()
-        rows = [
-            ("hyperbol", HBSL, hexa("efbeadde ff000000"),
-             hexa("cb007109 31750000 02 000000 c6336401 32750000 00 000000 cb00"),
-             [{"address": "203.0.113.9", "port": 30001, "flavor": 2},
-              {"address": "198.51.100.1", "port": 30002, "flavor": 0}]),
-            ("aio", greeting, hexa("01000000 02"),
-             len(packed).to_bytes(3, "little") + b"\1" + packed,
-             [{"address": "203.0.113.9", "port": 27010},
-              {"address": "203.0.113.8", "port": 27011}]),
-            ("iceball", b"", b"GET /master.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b"HTTP/1.1 200 OK\r\nLength: %d\r\n\r\n" % len(http_list) + http_list,
-             [{"address": "203.0.113.9", "port": 5, "name": "I", "mode": "ctf", "map": "m",
-               "players": 3, "max_players": 9, "version": "0.2.1"}]),
-            ("luanti", b"", b"GET /list HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"list":[{"address":"a.example","port":30000,"clients":3,'
-             b'"clients_max":9,"name":"L\\u001b[1m"}],"total":{}}',
-             [{"address": "a.example", "port": 30000, "name": "L", "mode": "", "map": "",
-               "players": 3, "max_players": 9, "version": ""}]),
-            ("ddnet", b"", b"GET /ddnet/15/servers.json HTTP/1.0\r\nHost: 127.0.0.1:",
-             b'HTTP/1.1 200 OK\r\n\r\n{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399",'
-             b'"tw-0.6+udp://[2001:db8::9]:8399"],"info":%s}]}' % ddnet_info(
-                 clients=[ddnet_client(), ddnet_client(is_player=False)]),
-             [{"address": "203.0.113.9", "port": 8399, "name": 'Te st "\u00fc" <b>',
-               "mode": "TestDDraceNetwork", "map": "Tutorial", "players": 1, "max_players": 64,
-               "version": "0.6.4, 16.4"}])]
-        for answer, servers in (
-                (b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
-                (b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
-                (b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%", []),
-                (b"12#%", [])):
-            rows.append(("aio", greeting, b"12#%\n", answer, servers))
-        for game, hello, question, answer, servers in rows:
-            with FakeServer(serve=scripted(hello, question, answer)) as server:
-                found = self.ask("list", server.place, "--game", game)["servers"]
-                self.assertEqual(found, servers, answer)
-        with FakeServer(serve=scripted(greeting, b"12#%\n", b"12#%")) as server:
+    @in_each(WORLDS)
+    def test_lists(self, world: Any) -> None:
+        """As the conversation reads them, that game by game is tested without sockets."""
+        for dialect, received in world.fetched:
+            room = world.room()
+            room.dialect = dialect
+            steps, servers = converse(room.fetch(), *received)
+            question = next(step.data for step in steps if step.data or step.path)
+            if room.fetched_over == "http":
+                response = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + received[0].body
+                request = b"GET %s HTTP/1.0\r\nHost: 127.0.0.1:" % steps[0].path.encode()
+                server: Dict[str, Any] = {"serve": scripted(b"", request, response)}
+            elif room.fetched_over == "tcp":
+                greeting, answer, *_ = received
+                server = {"serve": scripted(greeting, question, answer)}
+            else:
+                answers = [data for data in received if data]
+                server = {"answer": lambda data, answers=answers: answers and [answers.pop(0)]}
+            with FakeServer(**server) as fake:
+                found = self.ask("list", fake.place, "--game", room.game)["servers"]
+                expected = json.loads(json.dumps(list(servers)))
+                for entry in expected:
+                    entry.pop("private", None)
+                self.assertEqual(found, expected)
+                if "serve" in server:
+                    words = command("list", fake.place, "--game", room.game)[1]
+                    self.assertIn("%s:%d" % world.place, words)
+
+    def test_an_empty_list(self) -> None:
+        with FakeServer(serve=scripted(AIO_GREETING, b"12#%\n", b"12#%")) as server:
             self.assertEqual(command("list", server.place, "--game", "aio")[1], "no servers\n")
 
     def test_a_text_list_that_cannot_be_read(self) -> None:
@@ -14103,17 +13904,11 @@ class ClientTools(unittest.TestCase):
                             r"none in the text dialect \(port: .*\), none in the framed dialect "
                             r"\(no list came")
 
-    def test_lists_that_are_too_long(self) -> None:
-        text = b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"
-        packet = QUAKE3_EXT_HEAD + b"\\" + hexa("cb007109 9060")
-        for game, told, server in (
-                ("hyperbol", "more than 24 bytes",
-                 {"serve": scripted(HBSL, b"", entry("127.0.0.1", 5) * 3)}),
-                ("aio", "more than 2 servers",
-                 {"serve": scripted(hexa("01000000 00"), b"12#%\n", text)}),
-                ("quake3", "more than 2 servers", {"answer": lambda data: [packet] * 3})):
-            with mock.patch.object(ms, "LIST_SERVERS", 2), FakeServer(**server) as fake:
-                self.assertIn(told, self.failing("list", "--game", game, fake.place))
+    def test_a_list_that_is_too_long(self) -> None:
+        serve = scripted(HBSL, b"", entry("127.0.0.1", 5) * 3)
+        with mock.patch.object(ms, "LIST_SERVERS", 2), FakeServer(serve=serve) as server:
+            self.assertIn("more than 24 bytes",
+                          self.failing("list", "--game", "hyperbol", server.place))
 
     def test_a_quake3_list_that_never_ends(self) -> None:
         """Datagram after datagram, each in time, for longer than any list takes."""
@@ -14176,56 +13971,12 @@ class ClientTools(unittest.TestCase):
             self.assertRaisesRegex(ms.Malformed, "more than %d bytes" % most, converse,
                                    ms.received_until_closed(b"question", most), *data)
 
-    def test_a_list_of_zones(self) -> None:
-        """It comes among other things, in pieces and twice, and the master goes at the end."""
-        listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
-                   + b"A zone\0")
-        total = struct.pack("<I", len(listing))
-        first = hexa("0003 00000000 000a") + total + listing[:40]
-        second = hexa("0003 01000000 000a") + total + listing[40:]
+    def test_a_list_of_one_game_of_the_family(self) -> None:
         told: List[bytes] = []
-
-        def answer(data: bytes) -> List[bytes]:
-            told.append(data)
-            if data == hexa("0004 01000000"):
-                server.sock.close()
-            return [hexa("0012 0000"), b"\x0bhello", bytes(600)] + {
-                hexa("0001"): [hexa("0002") + data[2:6]],
-                hexa("0003"): [hexa("0004 00000000"), first, first, second]}.get(data[:2], [])
-        with FakeServer(answer) as server:
-            zone, = self.ask("list", server.place, "--game", "subspace")["servers"]
-        self.assertEqual((zone["name"], zone["address"], zone["port"], zone["players"]),
-                         ("Chaos", "203.0.113.9", 25000, 6))
-        self.assertEqual((told[0][:2], told[0][6:], told[1]),
-                         (hexa("0001"), hexa("0100"), hexa("0003 00000000 01 00000000")))
-
-    def test_a_list_of_quake3_in_several_packets(self) -> None:
-        told: List[bytes] = []
-        packets = [QUAKE3_EXT_HEAD + b"\\" + hexa("2f5c7109 9060") + b"\\" + hexa("cb00712f 5c2f"),
-                   QUAKE3_EXT_HEAD + b"/" + hexa("20010db8") + bytes(11) + hexa("2f 9061")
-                   + QUAKE3_EOT]
-        with FakeServer(lambda data: told.append(data) or packets) as server:
-            found = self.ask("list", server.place, "--game", "quake3", "--gamename", "Xonotic",
-                             "--protocol", "3")["servers"]
-            self.assertEqual(found, [{"address": "47.92.113.9", "port": 36960},
-                                     {"address": "203.0.113.47", "port": 23599},
-                                     {"address": "2001:db8::2f", "port": 36961}])
-            self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
-            packets.pop()               # the end is lost
-            with mock.patch.object(ms, "LIST_S", 0.4):
-                self.assertIn("not complete", self.failing(
-                    "list", server.place, "--game", "quake3"))
-
-    def test_a_list_of_zones_that_is_none(self) -> None:
-        """Who is silent, who leaves at once, and who announces more than can be."""
-        for packet, seconds in ((b"", 0.3), (b"\0\7", 4 * SOON_S),
-                                (hexa("0003 00000000 000a ffffffff 01"), 0.3)):
-            began = time.monotonic()
-            with FakeServer(lambda data: [packet]) as server, \
-                    mock.patch.object(ms, "LIST_S", seconds):
-                self.assertRegex(self.failing("list", server.place, "--game", "subspace"),
-                                 "no list came|not complete within 0.3 s")
-            self.assertLess(time.monotonic() - began, 2 * SOON_S)
+        with FakeServer(lambda data: told.append(data) or [Quake3World.list_answer]) as server:
+            self.ask("list", server.place, "--game", "quake3", "--gamename", "Xonotic",
+                     "--protocol", "3")
+        self.assertEqual(told, [OUT + b"getserversExt Xonotic 3 empty full"])
 
 
 LUANTI_LISTED = LUANTI_STORED.replace(b'"address":""', b'"address":"203.0.113.9"')
@@ -14239,31 +13990,15 @@ class OtherMastersLists(unittest.TestCase):
         patience.start()
         self.addCleanup(patience.stop)
 
-    def found(self, line: str, **server: Any) -> List[ms.FoundServer]:
-        """The answer to `line`, in which %s stands for the place of such a FakeServer."""
-        with FakeServer(**server) as fake:
-            upstream, = ms.read_upstreams(line % fake.place)
+    def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
+        """What is found in a list with these entries."""
+        answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
+        serve = scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer)
+        with FakeServer(serve=serve) as fake:
+            upstream, = ms.read_upstreams("luanti " + fake.place)
             servers, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 100)
             self.assertEqual({server.found_at for server in servers} - {fake.place}, set())
-            return sorted(servers)
-
-    def test_a_zone_with_its_texts(self) -> None:
-        listing = (b"\1" + hexa("cb007109 a861 0600 0100 86000000") + b"Chaos".ljust(64, b"\0")
-                   + b"A zone\0" + hexa("cb007108 a961 0600 0000 86000000") + bytes(64) + b"\0")
-        total = struct.pack("<I", len(listing))
-        unnamed, found = self.found("subspace %s", answer=lambda data: {
-            hexa("0001"): [hexa("0002") + data[2:6]],
-            hexa("0003"): [hexa("0004 00000000"), hexa("0003 00000000 000a") + total + listing]
-        }.get(data[:2], []))
-        self.assertEqual((found.address, found.port, found.fields), ("203.0.113.9", 25000, {
-            "name": "Chaos", "version": "134", "description": "A zone",
-            "details": {"scores": "yes"}}))
-        self.assertEqual((unnamed.fields["name"], unnamed.fields["details"]),
-                         ("", {"scores": "no"}))
-
-    def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
-        answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
-        return self.found("luanti %s", serve=scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer))
+            return servers
 
     def test_luanti_servers_with_their_announcements(self) -> None:
         """Those that no server could have announced are left out."""
@@ -14311,61 +14046,22 @@ class OtherMastersLists(unittest.TestCase):
                 self.assertEqual(bool(words), bool(told))
 
     def test_two_masters(self) -> None:
-        """What announced itself to the first one is on the second one's page, and in its lists."""
-        games = {"hyperbol": hyperbol_game(b"Arena of Doom"), "subspace": zone_answer,
-                 "luanti": lambda data: [LUANTI_PROBED] if data == LUANTI_PROBE else [],
-                 "aio": lambda data: [zlib.compress(AIO_ANSWER)] if data == b"\0" else [],
-                 "xonotic": lambda data: [info(data[12:], gamename=b"Xonotic", protocol=b"3")]}
-        with contextlib.ExitStack() as stack:
-            first = master(limits__exempt="127.0.0.0/8", **{
-                name: "0" for name in ("hyperbol__port", "aio__port", "quake3__port",
-                                       "http__ports")}, subspace__port=str(free_port()))
-            stack.callback(first.stop)
-            first.bind()
-            places = {}
-            for game, answer in games.items():
-                place = stack.enter_context(FakeServer(answer))
-                places[game] = port = place.port - (game == "subspace")
-                room = "quake3" if game == "xonotic" else game
-                stored = {}
-                if game == "luanti":
-                    stored["luanti_announcement"] = json.loads(LUANTI_STORED)
-                fields = {"name": "First", "verified": "query", "room": room,
-                          "private": ms.ROOMS[room].restored(stored)}
-                if game == "xonotic":
-                    fields.update(version="3", details={"gamename": "Xonotic"})
-                first.registry.list_or_refresh(
-                    (game, "127.0.0.1", port), "127.0.0.1", time.monotonic(), 600.0, fields)
-            first.start()
-            lines = ["%s 127.0.0.1:%d%s" % (game, port_of(first, protocol), more)
-                     for game, protocol, more in (
-                         ("hyperbol", "hyperbol", ""), ("subspace", "subspace", ""),
-                         ("luanti", "http", ""), ("aio", "aio", ""),
-                         ("quake3", "quake3", " Xonotic 3"))]
-            second = stack.enter_context(RunningServer(
-                start=HURRIED, upstream__masters="\n".join(lines), hyperbol__port="0",
-                subspace__port=str(free_port()), aio__port="0", quake3__port="0",
-                limits__exempt="127.0.0.0/8"))
-
-            def listed() -> Dict[str, Any]:
-                body = fetch(second.port("http"), "/servers.json")[2]
-                return {server["game"]: server for server in json.loads(body)["servers"]}
-            eventually(lambda: len(listed()) == len(games))
-            for game, server in listed().items():
-                self.assertEqual(server["port"], places[game])
-                self.assertRegex(server["found_at"], r"\A127\.0\.0\.1:[0-9]+\Z")
-                self.assertEqual(server["verified"] == "another list",
-                                 game in ("luanti", "subspace"))
-            self.assertEqual({game: server["name"] for game, server in listed().items()}, {
-                "hyperbol": "Arena of Doom", "subspace": "First", "aio": "My server",
-                "xonotic": "Red Test  q", "luanti": json.loads(LUANTI_START)["name"]})
-            for game, protocol, more in (
-                    ("hyperbol", "hyperbol", []), ("luanti", "http", []), ("aio", "aio", []),
-                    ("quake3", "quake3", ["--gamename", "Xonotic", "--protocol", "3"]),
-                    ("subspace", "subspace", [])):
-                place = "127.0.0.1:%d" % second.port(protocol)
-                status, out, err = command("list", "--game", game, place, *more)
-                self.assertEqual((status, out.count("127.0.0.1"), err), (0, 1, ""), game)
+        """What the ini of the first one names is on the second one's page, and in its list."""
+        with FakeServer(hyperbol_game(b"Arena of Doom")) as game, \
+                RunningServer(start=HURRIED, hyperbol__port="0",
+                              hyperbol__servers=game.place) as first, \
+                RunningServer(start=HURRIED, hyperbol__port="0", upstream__masters=(
+                    "hyperbol 127.0.0.1:%d" % first.port("hyperbol")),
+                    upstream__interval="10") as second:
+            listed = eventually(lambda: json.loads(
+                fetch(second.port("http"), "/servers.json")[2])["servers"])
+            self.assertEqual([(server["name"], server["port"], server["found_at"])
+                              for server in listed],
+                             [("Arena of Doom", game.port,
+                               "127.0.0.1:%d" % first.port("hyperbol"))])
+            place = "127.0.0.1:%d" % second.port("hyperbol")
+            status, out, err = command("list", "--game", "hyperbol", place)
+            self.assertEqual((status, game.place in out, err), (0, True, ""))
 
 
 @mock.patch.object(ms, "ASK_WAIT_S", SOON_S)
@@ -14572,7 +14268,7 @@ class ServingTest(unittest.TestCase):
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
                                   ("2001:db8::7", "192.0.2.9", "[2001:db8::7]")):
             settings = ms.Settings({"server.public_address": public})
-            server = mock.Mock(settings=settings, listeners=[
+            server = mock.Mock(settings=settings, rooms=with_rooms(make_core()).rooms, listeners=[
                 ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")])
             with mock.patch.object(ms, "own_address", return_value=own):
                 ports, luanti, ddnet, page = ms.first_contact(server)
@@ -15000,7 +14696,7 @@ class HyperbolProgramTest(unittest.TestCase):
             server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
                 hyperbol__servers="\n".join(known)))
-            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4)
+            eventually(lambda: len(ms.fetch_list(ms.Hyperbol(), host, 20203)) == 4)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
@@ -15249,13 +14945,49 @@ class ProjectTest(unittest.TestCase):
 
     def test_a_game_has_one_word_and_a_title(self):
         """So that `[games]` cannot have another game by it, and every list finds it."""
-        for row in ms.PROTOCOLS:
-            game = row.make(make_core()).game
-            if game:
-                self.assertEqual(row.name, game)
-                self.assertIn(row.setting.partition(".")[0], (game, ""))
-                self.assertIn(game, ms.GAME_TITLES)
-                self.assertRaises(ValueError, ms.read_own_game_id, game)
+        for room in ms.GAMES:
+            self.assertEqual(ms.GAME_TITLES[room.game], room.title)
+            self.assertRaises(ValueError, ms.read_own_game_id, room.game)
+
+    # Sections and texts, or beginnings of sentences, that may name a game
+    MAY_NAME_A_GAME = (
+        (3, "TCP ports of the page and the lists. Iceball looks"),      # help
+        (3, "Send news of these games only, by their ids"),
+        (3, "aio.text_greeting_after"), (3, "aio.dialects"),            # former settings
+        (6, "luanti_announcement"), (6, "ddnet_registration"),      # of the first form of the file
+        (9, "%s; expected one such as"),                # an example for who wants to announce
+        (12, "iceball.port"), (12, "[http] ports: Iceball's players"),  # --check: its second port
+        (12, "iceball"),                                # the game of the webhook's test message
+        (12, " is not a Hyperbol master"))              # `export` is for Hyperbol alone
+
+    def test_what_knows_a_game_stands_in_its_room(self):
+        """A game is named by its room, in section 10 and in the help of the commands, and nowhere
+        else but in comments and docstrings."""
+        heads = [(self.source[:match.start()].count("\n") + 1, match.group(1))
+                 for match in re.finditer(r"^# (?:---|\d+) +(.*?)(?: -+)?$", self.source, re.M)]
+        rooms = {room.game: room.title.replace(" family", "") for room in ms.GAMES}
+        game = re.compile("(?<![a-z])(%s)(?![a-z])" % "|".join(rooms), re.I)
+        docstrings = {id(node.body[0].value) for node in ast.walk(self.tree)
+                      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+                      and isinstance(node.body[0], ast.Expr)}
+        misplaced = []
+        for node in ast.walk(self.tree):
+            words = [getattr(node, name) for name in ("name", "id", "attr", "arg", "value")
+                     if isinstance(getattr(node, name, None), (str, bytes))]
+            if id(node) in docstrings or not words or not hasattr(node, "lineno"):
+                continue
+            text = words[0] if isinstance(words[0], str) else words[0].decode("latin-1")
+            section = self.section(node.lineno)
+            is_help = section == 12 and (" " in text or "|" in text)
+            is_excepted = any(
+                section == where and (text == begin or " " in begin and text.startswith(begin))
+                for where, begin in self.MAY_NAME_A_GAME)
+            head = [head for line, head in heads if line <= node.lineno][-1:]
+            for name in game.findall(text):
+                if not (section == 10 or is_help or is_excepted
+                        or head == [rooms[name.lower()]]):
+                    misplaced.append((node.lineno, text))
+        self.assertEqual(misplaced, [])
 
     def test_the_ini_is_what_the_program_prints(self):
         self.assertEqual(text_of("masterserver.ini"), ms.config_text())
