@@ -1989,10 +1989,8 @@ class Registry:
         ban_reason = rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
-        if not name or name == endpoint_text(address, port):
-            return
         for pattern in rules.refuse_names:
-            if pattern.search(name):
+            if name and pattern.search(name) and name != endpoint_text(address, port):
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
@@ -2214,11 +2212,14 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     """Return these attributes of Server, with the numbers of players limited to the maximum.
 
     The other parameters are the present values of those that `fields` may lack."""
-    maximum = fields.get("max_players", max_players) or PLAYERS_MAX
-    players = max(0, min(fields.get("players", players), maximum))
-    playing = fields.get("playing", playing)
+    told_players = fields.get("players", players)
+    told_playing = fields.get("playing", playing)
+    players = max(0, min(told_players, fields.get("max_players", max_players) or PLAYERS_MAX))
+    playing = told_playing
     if playing is not None:
         playing = max(0, min(playing, players))
+    if (players, playing) == (told_players, told_playing):
+        return fields
     return {**fields, "players": players, "playing": playing}
 
 
@@ -4561,16 +4562,17 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        versions = ICEBALL_VERSIONS.read(data)
-        if versions.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
-            version_error = self.version_error(versions)
+        has_right_length = len(data) == ICEBALL_ANNOUNCEMENT.size
+        announced = (ICEBALL_ANNOUNCEMENT if has_right_length else ICEBALL_VERSIONS).read(data)
+        if announced.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
+            version_error = self.version_error(announced)
             if version_error:
                 return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if len(data) != ICEBALL_ANNOUNCEMENT.size:
+        if not has_right_length:
             return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
                 len(data), ICEBALL_ANNOUNCEMENT.size))
-        port = ICEBALL_ANNOUNCEMENT.read(data).port
+        port = announced.port
         # /check goes on showing a listed server as listed
         if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
             self.registry.record_outcome(source, self.game, port, "announced", now)
