@@ -1883,7 +1883,9 @@ class Registry:
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
         # PacketOutcomes by source, protocol and announced port
         self.outcomes = Turns(OUTCOMES_KEPT)
-        self.outcome_limiter = Limiter((OUTCOMES_PER_S, OUTCOMES_PER_S))
+        # When the present second ends, and how many outcomes may still be recorded in it
+        self.outcomes_until = 0.0
+        self.outcomes_left = 0
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -2199,7 +2201,11 @@ class Registry:
 
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
-        if self.outcome_limiter.allow("", now):
+        if now >= self.outcomes_until:
+            self.outcomes_until = now + 1.0
+            self.outcomes_left = OUTCOMES_PER_S
+        if self.outcomes_left > 0:
+            self.outcomes_left -= 1
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
 
@@ -3154,7 +3160,7 @@ class Form:
         """Return the fields at the beginning of the data, by name. Raise Malformed."""
         if len(data) < self.size:
             raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
-        fields = self.fields._make(self.struct.unpack_from(data))
+        fields = self.fields(*self.struct.unpack_from(data))
         for name, value in self.fixed.items():
             if getattr(fields, name) != value:
                 raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
@@ -3561,7 +3567,7 @@ class Game:
         `fields` holds attributes of Server, `address` the address that it claims, or "". Return the
         Server. Raise Refused if the rules or a limit forbid it."""
         key = self.game, self.rules.listed_address(source, address), port
-        fields = {"room": self.game, **fields}
+        fields["room"] = self.game
         try:
             server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
         except Refused as refused:
