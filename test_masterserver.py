@@ -6065,10 +6065,11 @@ class World:
                 self.deliver(reply, to)
 
     def post(self, body, content_type="application/json", path="/announce"):
-        """The status of the answer to a request of the game server."""
+        """The answer to a request of the game server."""
         request = http_request(path, "Content-Length: %d" % len(body),
                                "Content-Type: " + content_type, method="POST", body=body)
-        return split_response(self.by_http(request, self.place[0]))[0]
+        status, _, answer, _ = split_response(self.by_http(request, self.place[0]))
+        return ms.HttpAnswer(status, answer)
 
     def by_http(self, request, source="192.0.2.1", size=1 << 30):
         return feed(self.web.session(source, self.now), request, size, self.now)
@@ -6602,7 +6603,7 @@ class EveryGame(unittest.TestCase):
             self.assertEqual((outcome, listed), (outcome, []))
             self.assertEqual(world.outcome(), outcome)
 
-    @in_each(world for world in WORLDS if world.named)
+    @in_each([world for world in WORLDS if world.named])
     def test_named_in_the_ini(self, make):
         world = make(**make.named)
         world.run(40)
@@ -6613,7 +6614,7 @@ class EveryGame(unittest.TestCase):
         server, = world.servers()
         self.assertEqual((server.responding, server.players), (False, 0))
 
-    @in_each(world for world in WORLDS if world.room.announced_over)
+    @in_each([world for world in WORLDS if world.room.announced_over])
     def test_announced_by_this_program(self, make):
         """Until it says farewell; and not where it is banned."""
         for dialect, banned in itertools.product(make.room.dialects or ("",), (False, True)):
@@ -6630,51 +6631,42 @@ class EveryGame(unittest.TestCase):
             world.reply = lambda packet: room.answer(server, packet)
         session = world.here.session(address, world.now) if room.announced_over == "tcp" else None
 
-        def sent(step):
-            """What comes back for it."""
-            if not step.data:
-                return []
+        def received_for(step):
+            """What comes back; a query is answered as on the game server's port."""
             if room.announced_over == "http":
-                request = http_request(
-                    step.path, "Content-Type: application/json",
-                    "Content-Length: %d" % len(step.data), method="POST", body=step.data)
-                status, _, body, _ = split_response(world.by_http(request, address))
-                return [ms.HttpAnswer(status, body)]
+                return [world.post(step.data, path=step.path)] if step.data else []
             if session:
                 return [feed(session, step.data, now=world.now)]
             received = []
             for data, to in deliver(world.here, step.data, (address, 40000), world.now):
-                answer = room.answer and room.answer(server, data)
-                if answer:
-                    world.deliver(answer, to)
+                if room.answer:
+                    world.deliver(room.answer(server, data), to)
                 else:
                     received.append(data)
             return received
 
-        steps, outcome = [], ""
+        accepted, refused = False, ""
         for _ in range(3):              # a conversation ends if the server is not listed yet
             conversation = room.announce(server)
-            steps.append(next(conversation))
+            step = next(conversation)
             try:
                 for _ in range(4):
-                    for data in sent(steps[-1]) or [None]:
-                        if data != b"":
-                            steps.append(conversation.send(data))
+                    for data in received_for(step) if step.data else [None]:
+                        step = conversation.send(data or None)
+                        accepted = accepted or step.accepted
                     world.run(5)
             except OSError:
                 world.run(5)
-            except ms.MasterRefused as refused:
-                outcome = str(refused)
+            except ms.MasterRefused as error:
+                refused = str(error)
         listed = [(one.name, one.port, one.players) for one in world.servers()]
         if banned:
-            self.assertEqual(listed, [])
-            self.assertTrue(outcome or not steps[-1].accepted or room.announced_over == "udp")
+            self.assertEqual((listed, accepted and room.announced_over != "udp"), ([], False))
             return
-        self.assertEqual((outcome, listed), ("", [("Name", port, 3)]))
-        self.assertTrue(any(step.accepted for step in steps))
+        self.assertEqual((refused, listed), ("", [("Name", port, 3)]))
         farewell = room.farewell(server)
         if farewell:
-            sent(ms.Send(farewell, 1.0, "/announce"))
+            world.post(farewell)
             self.assertEqual(world.servers(), [])
 
     @in_each(WORLDS)
@@ -6711,7 +6703,9 @@ class EveryGame(unittest.TestCase):
         for setting in world.room.settings:
             section, _, key = setting.name.partition(".")
             self.assertEqual(section, world.room.game)
-            self.assertRegex(text, r"(?ms)^\[%s\]$.*^#? ?%s =" % (section, key))
+            _, _, rows = text.partition("\n[%s]\n" % section)
+            rows, _, _ = rows.partition("\n[")
+            self.assertIn("\n#%s =" % key, rows)
 
 
 class FoundServersTest(unittest.TestCase):
@@ -7124,11 +7118,6 @@ class WebCase(unittest.TestCase):
     settings = {}
 
     def setUp(self):
-        # The header Date has the wall clock's second, which may end between two equal requests
-        patch = mock.patch.object(ms.HttpRequest, "date_time_string",
-                                  lambda *arguments: "Thu, 01 Jan 1970 00:00:00 GMT")
-        patch.start()
-        self.addCleanup(patch.stop)
         self.core = with_rooms(make_core(**self.settings))
         self.registry = self.core.registry
         self.web = ms.Web(self.core)
@@ -7168,8 +7157,8 @@ class HttpTest(WebCase):
     # What cannot be read as a request, or whose body stays unread, ends the connection
     UNREADABLE = (
         (b"\x16\x03\x01\x02\x00\x01", 400, "TLS"),
-        (b"GARBAGE\r\n\r\n", 400, "syntax"),
-        (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, "version"),
+        (b"GARBAGE\r\n\r\n", 400, "METHOD PATH"),
+        (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400, "METHOD PATH"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "Host"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n", 400, "header"),
@@ -7189,7 +7178,7 @@ class HttpTest(WebCase):
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
-        (b"GET /\r\n\r\n", 505, "1.0 and 1.1"),
+        (b"GET /\r\n\r\n", 400, "METHOD PATH"),
     )
     REFUSED = (
         (b"GET /?players_min=x", 400, "players_min"),
@@ -8809,16 +8798,15 @@ class DdnetTest(WebCase):
     def test_the_list_by_head_and_how_old_it_is(self):
         self.register()
         self.web.epoch = 86400.0            # the wall clock; the header Date is the present time
-        with mock.patch.object(ms.HttpRequest, "date_time_string",
-                               lambda request, wall=None: "at %s" % wall):
-            for method, is_empty in (("HEAD", True), ("GET", False)):
-                data = self.exchange(http_request(ms.DDNET_SERVERS, method=method))
-                head, _, body = data.partition(b"\r\n\r\n")
-                for line in (b"HTTP/1.1 200 OK", b"Last-Modified: at 86400.0", b"Date: at None",
-                             b"Content-Type: application/json; charset=utf-8",
-                             b"Access-Control-Allow-Origin: *"):
-                    self.assertIn(line, head.split(b"\r\n"))
-                self.assertEqual((b"Age:" in head, not body), (False, is_empty))
+        for method, is_empty in (("HEAD", True), ("GET", False)):
+            data = self.exchange(http_request(ms.DDNET_SERVERS, method=method), now=1.0)
+            head, _, body = data.partition(b"\r\n\r\n")
+            for line in (b"HTTP/1.1 200 OK", b"Last-Modified: Fri, 02 Jan 1970 00:00:01 GMT",
+                         b"Date: Fri, 02 Jan 1970 00:00:01 GMT",
+                         b"Content-Type: application/json; charset=utf-8",
+                         b"Access-Control-Allow-Origin: *"):
+                self.assertIn(line, head.split(b"\r\n"))
+            self.assertEqual((b"Age:" in head, not body), (False, is_empty))
 
     def test_four_addresses_are_one_server(self):
         """Its players are counted once. It stands where IPv4 leads, whichever comes first, and
@@ -9717,6 +9705,8 @@ class CountriesTest(WebCase):
             entry = json.loads(ms.ddnet_entry(server))
             self.assertEqual((entry.get("location"), sorted(entry)[:2]),
                              (location, ["addresses", "info"]))
+        for server.country, location in ("aq", None), ("jp", "as"), ("us", "na"), ("", None):
+            self.assertEqual(json.loads(ms.ddnet_entry(server)).get("location"), location)
 
     def test_pages(self):
         self.list(name="Here")
@@ -10019,21 +10009,21 @@ class NewsTest(unittest.TestCase):
 
     def test_one_source_has_two_messages(self):
         """The addresses that crowd, how many of their messages are sent, while another one's is as
-        well; how many more the first of them has then, and how many when its time is over."""
+        well; how many more the first of them has then, and how many later."""
         for addresses, sent, more, more_later, settings in (
-                (["203.0.113.9"] * 9, 2, 0, 2, {}),
-                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 2, {}),
+                (["203.0.113.9"] * 9, 2, 0, 1, {}),
+                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 1, {}),
                 (["2001:db8:0:%x::1" % network for network in range(1, 9)], 8, 1, 1, {}),
                 (["203.0.113.9"] * 9, 9, 3, 3, {"limits__exempt": "203.0.113.9"})):
             news = self.news(notify__again_after="1000", **settings)
             for port, address in enumerate(addresses, 1):       # takes the next port each time
                 self.registry.remove_own(self.hear(0, 9, port=port, address=address))
             self.hear(0, 2, address="198.51.100.1")
-            self.assertEqual(self.messages(news, 998), sent + 1, addresses)
+            self.assertEqual(self.messages(news, 400), sent + 1, addresses)
             for first_port, expected in (101, more), (201, more_later):
                 for port in range(first_port, first_port + 3):
                     self.registry.remove_own(self.hear(0, 9, port=port, address=addresses[0]))
-                self.assertEqual(self.messages(news, 2), expected, addresses)
+                self.assertEqual(self.messages(news, 200), expected, addresses)
 
     def test_a_48_has_the_share_of_many_sources_and_the_account_is_bounded(self):
         for address, sent in (("2001:db8:0:%x::1", ms.NEWS_PER_SOURCE * ms.SITE_SOURCES),
@@ -10044,8 +10034,7 @@ class NewsTest(unittest.TestCase):
                     self.hear(0, 2, address=address % number)
                     found += self.messages(news, 10)
             self.assertEqual(found, sent)
-            self.assertEqual((len(news.sent_at), len(news.sent_by_source)), (5, 5))
-            self.assertLessEqual(max(map(len, news.sent_by_source.values())), sent)
+            self.assertEqual(len(news.sent_at), 5)
 
     def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
@@ -10070,7 +10059,7 @@ class NewsTest(unittest.TestCase):
             self.registry.remove_own(server)
         self.tick(news)
         # nothing is kept of them
-        self.assertEqual((news.below_threshold, news.departed), (set(), []))
+        self.assertEqual(news.below_threshold, set())
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
@@ -10110,7 +10099,7 @@ class NewsTest(unittest.TestCase):
             settings = ms.Settings({"http.url": "https://games.example"})
             text = "7 of 32 are playing on %s (Iceball, map %s) https://games.example%s" % (
                 name, name, ms.server_link(server))
-            entry = ms.with_times(ms.server_json(server, {}), server, WALL, "")
+            entry = ms.with_times(ms.server_json(server), server, WALL, "")
             bodies = {}
             titles = {"iceball": "Iceball"}
             for format in ms.NEWS_FORMATS:
@@ -11014,15 +11003,14 @@ class HttpsTest(unittest.TestCase):
         day = 86400.0
         server.certificate = ms.Certificate(None, 1000 * day)
         with mock.patch.object(ms, "log") as log:
-            for now, wall, trouble, warnings_so_far in (
-                    (0.0, 985 * day, "", 0), (1.0, 986 * day, "expires on 1972-09-27", 1),
-                    (day, 999.5 * day, "expires on 1972-09-27", 1),
-                    (day + 2, 999.6 * day, "expires on 1972-09-27", 2),
-                    (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
-                server.check_certificate(now, wall)
+            for wall, trouble, told in (
+                    (985 * day, "", 0), (986 * day, "expires on 1972-09-27", 1),
+                    (999.5 * day, "expires on 1972-09-27", 1), (1001 * day, "has expired", 1),
+                    (980 * day, "", 1)):
+                server.check_certificate(wall)
                 self.assertIn(trouble, server.health.get("certificate", ""))
-                self.assertEqual((bool(trouble), log.warning.call_count),
-                                 ("certificate" in server.health, warnings_so_far))
+                self.assertEqual((bool(trouble), log.error.call_count),
+                                 ("certificate" in server.health, told))
                 self.assertEqual(server.gauges["certificate_expires_seconds"], 1000 * day - wall)
 
     def test_records_without_data_are_bounded(self) -> None:
@@ -11596,7 +11584,8 @@ class SavedListTest(unittest.TestCase):
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
         told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
-                    max_players=8, playing=2, description="a text", verified="handshake", details={"mod": "x"})
+                    max_players=8, playing=2, description="a text", verified="handshake",
+                    details={"mod": "x"})
         saved = self.start()
         self.hear(saved, 1, **told)
         self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf, room="hyperbol",
@@ -13741,12 +13730,7 @@ class FakeServer(threading.Thread):
 
 
 def zone_answer(question: bytes) -> List[bytes]:
-    """As the captured asss does, whatever the timestamp (PROTOCOLS, section 4)."""
-    if len(question) == 4:
-        return [hexa("06000000") + question]
-    options, arenas = question[4], hexa("3000 0200 0100 706200 0100 0100 00")
-    return [question[:4] + bytes([options, 0, 0, 0]) + hexa("06000000 04000000") * (options & 1)
-            + arenas * (options >> 1)]
+    return [asss(question)]
 
 
 def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socket.socket], None]:
@@ -13758,12 +13742,6 @@ def scripted(greeting: bytes, question: bytes, answer: bytes) -> Callable[[socke
     return serve
 
 
-# What a game server answers, by the offsets in the document: kind, timestamp, name, mode, players
-# and their maximum, map, flags, version, players of each faction, skill
-HYPERBOL_ANSWER = ((0, b"\x1b"), (37, b"Capture the Core"), (69, b"\5\x10"), (72, b"orbital"),
-                   (161, b"\5"), (169, b"1.8a"), (222, b"\3\1\2"), (225, b"\x09"))
-
-
 def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]:
     """A game server that answers queries under this name, from this one on."""
     queries: List[bytes] = []
@@ -13772,10 +13750,7 @@ def hyperbol_game(name: bytes, first: int = 1) -> Callable[[bytes], List[bytes]]
         queries.append(query)
         if len(query) != 5 or query[0] != 2 or len(queries) < first:
             return [b"\x1bnone" + bytes(224)]           # to another's query
-        data = bytearray(229)
-        for offset, value in HYPERBOL_ANSWER + ((1, query[1:]), (5, name)):
-            data[offset:offset + len(value)] = value
-        return [bytes(data)]
+        return [hyperbol_reply(o1=query[1:], o5=name)]
     return answer
 
 
@@ -14696,7 +14671,7 @@ class HyperbolProgramTest(unittest.TestCase):
             server = stack.enter_context(RunningServer(
                 start=HURRIED, server__bind=host, hyperbol__port="20203",
                 hyperbol__servers="\n".join(known)))
-            eventually(lambda: len(ms.list_hyperbol(host, 20203)) == 4)
+            eventually(lambda: len(ms.fetch_list(ms.Hyperbol(), host, 20203)) == 4)
             path = os.path.join(server.folder.name, "script.py")
             ms.write_file(path, script.encode())
             with subprocess.Popen([python, "-u", path], cwd=server.folder.name,
