@@ -48,6 +48,7 @@ import configparser
 import contextlib
 import copy
 import difflib
+import email.utils
 import errno
 import ftplib
 import functools
@@ -56,7 +57,6 @@ import gzip
 import hashlib
 import html
 import http.client
-import http.server
 import io
 import ipaddress
 import itertools
@@ -2308,9 +2308,7 @@ class RenderedList:
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
 # servers from the registry to the file and back. Database knows only sqlite3 and the name of its
 # file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
-# the disk thread calls it, except at the start and at the end of the program. Trouble, such as a
-# full disk, a lock, or damage, is raised as sqlite3.Error, and the next call opens the file again.
-# It renames a damaged file first, and begins a new one.
+# the disk thread calls it, except at the start and at the end of the program.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
@@ -2319,8 +2317,7 @@ WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
 
 class BlockForm(NamedTuple):
-    """How player counts of one resolution are stored. A block, which is one row of the table, holds
-    all samples of `covers` seconds.
+    """How player counts of one resolution are stored: as blocks, each a row of the table.
 
     A sample is one number for a minute, and two for longer steps: mean and peak. A number has 16
     bits, little-endian. 0 means that the server was away, n + 1 means n players.
@@ -2337,7 +2334,6 @@ class BlockForm(NamedTuple):
     numbers: struct.Struct              # those of a block
 
     def block_start(self, sample_time):
-        """Return the start time of the block that holds the sample of this time."""
         return sample_time // self.covers * self.covers
 
     def oldest_kept(self, wall):
@@ -2346,9 +2342,8 @@ class BlockForm(NamedTuple):
         return self.block_start(int(wall) - self.kept - HOUR)
 
     def counts(self, blocks, times):
-        """Return the Counts at a range of times, means and peaks, from blocks by their start times.
-
-        A block that is missing has no samples."""
+        """Return the means and the peaks at a range of times, both Counts, from blocks by their
+        start times."""
         first_start = self.block_start(times.start)
         no_samples = bytes(self.numbers.size)
         numbers: List[int] = []
@@ -2376,8 +2371,6 @@ SPANS = {
     "year": (HOUR, YEAR),
 }
 
-STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
-
 # The table `server` holds every server that was seen in the last year. A row with address '' and
 # port 0 stands for all servers of a game together. In a row with game '', the port is a number that
 # identifies this installation; one with port -1 is of an earlier version, and is not used any more.
@@ -2387,9 +2380,8 @@ STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 #
 # The table `block` is sorted by time first, so the samples of one minute lie together, and so do
 # those that have become too old. AUTOINCREMENT never uses an id twice, so a new server cannot get
-# the blocks of a forgotten one. No column is declared NOT NULL, so rows from outside cannot violate
-# a constraint, and a violated constraint means that the file is damaged. PRAGMA user_version = 1 is
-# the version of the tables and of the bytes in a block
+# the blocks of a forgotten one. PRAGMA user_version = 1 is the version of the tables and of the
+# bytes in a block
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -2424,9 +2416,8 @@ class ListedRow(NamedTuple):
 
 def read_row(columns: Iterable[Any]) -> ListedRow:
     """Return the ListedRow in these columns, which come from the file or from another master.
-
-    `fields` may be JSON. Raise TypeError or ValueError if a value is not what it has to be; SQLite
-    itself stores values of any type in any column."""
+    `fields` may be JSON. Raise TypeError or ValueError if a value is of another type: SQLite stores
+    any in any column."""
     row = ListedRow(*columns)
     if isinstance(row.fields, str):
         row = row._replace(fields=read_fields(row.fields))
@@ -2436,7 +2427,6 @@ def read_row(columns: Iterable[Any]) -> ListedRow:
 
 
 def read_fields(text: str) -> Dict[str, Any]:
-    """Return the attributes of Server in the column `fields`. Raise TypeError or ValueError."""
     fields = json.loads(text)
     if isinstance(fields, list):
         fields = dict(zip(FIRST_FIELDS, fields))
@@ -2460,11 +2450,10 @@ DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 class Series(NamedTuple):
-    """Player counts at regular times: from `start` on, in seconds since 1970, one every `step`
-    seconds."""
+    """Player counts at regular times."""
 
-    start: int
-    step: int
+    start: int                          # seconds since 1970
+    step: int                           # seconds
     means: Counts
     peaks: Counts
 
@@ -2478,9 +2467,7 @@ class Remembered(NamedTuple):
 
 
 def mean_and_peak(numbers):
-    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0.
-
-    A number of 0 means that the server was away, and does not count."""
+    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0."""
     present = [number for number in numbers if number != 0]
     if not present:
         return 0, 0
@@ -2489,24 +2476,22 @@ def mean_and_peak(numbers):
 
 
 def series_times(step, length, wall):
-    """Return the times of a series that lasts `length` seconds, a range.
-
-    It ends with the last step whose sample is certainly stored, so that it never ends with a gap
-    that is filled later. The sample of the present minute may not have come yet. Samples of longer
-    steps are computed with the first sample of each quarter of an hour, which may be a minute
-    late."""
-    latest_delay_s = MINUTE
+    """Return the times of a series that lasts `length` seconds, a range. It ends with the last step
+    whose sample is certainly stored, so that it never ends with a gap that is filled later."""
+    delay_s = MINUTE
     if step > MINUTE:
-        latest_delay_s += QUARTER
-    end = (int(wall) - latest_delay_s) // step * step + step
+        # It is computed with the first sample of each quarter of an hour
+        delay_s += QUARTER
+    end = (int(wall) - delay_s) // step * step + step
     return range(end - length, end, step)
 
 
 class Database:
     """One SQLite file with the list and the history.
 
-    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. The call that finds damage does not rename the file itself, because its
+    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. The next
+    call opens the file again, so it finds out whether the trouble has ended. It renames a damaged
+    file first, and begins a new one. The call that finds the damage cannot do that, because its
     exception keeps the file open, and Windows does not rename open files."""
 
     def __init__(self, path):
@@ -2515,20 +2500,15 @@ class Database:
         self.path = os.path.realpath(path)
         self._db: Optional[sqlite3.Connection] = None
         self._is_damaged = False
-        self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the number of the quarter of an hour of the last sample
 
     def close(self):
-        """Close the file. An open transaction is rolled back."""
         if self._db is not None:
             self._db.close()
             self._db = None
 
     @contextlib.contextmanager
     def _transaction(self):
-        """Open the file, unless it is open, and yield the connection for one transaction.
-
-        After an exception, the next call finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 yield db
@@ -2540,19 +2520,20 @@ class Database:
             raise
 
     def _open(self):
-        if self._is_damaged:
-            called_at = datetime.fromtimestamp(self._wall, timezone.utc)
-            new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+        if self._is_damaged and os.path.exists(self.path):
+            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
             for suffix in ("-wal", "-shm", "-journal", ""):
                 if os.path.lexists(self.path + suffix):
                     os.replace(self.path + suffix, new_path + suffix)
-            self._is_damaged = False
             log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
                         new_path)
-        # With this isolation level a transaction begins with the first statement that writes
-        db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
+        self._is_damaged = False
+        # SQLite waits so many seconds for another program's lock. With this isolation level a
+        # transaction begins with the first statement that writes
+        db = self._db = sqlite3.connect(self.path, timeout=0.2, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
         version, = db.execute("PRAGMA user_version").fetchone()
@@ -2574,20 +2555,18 @@ class Database:
 
     # The list
 
-    def load(self, wall):
-        """Return the ListedRow of each listed server, as it was passed to save(). Only first_seen
-        may differ: it is the time at which the server was first seen at all."""
-        self._wall = wall
+    def load(self):
+        """Return the ListedRow of each listed server, as it was passed to save(), but with the time
+        at which the server was first seen at all."""
         with self._transaction() as db:
             return [read_row(columns) for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
                 " FROM listed JOIN server ON id = server ORDER BY server")]
 
     def save(self, rows, departed):
-        """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
-
-        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list. Of these, the name and the times are remembered."""
+        """Store changes of the list in one transaction: `rows` are the ListedRows of new and
+        changed servers, `departed` the keys of servers that have left the list. Of these, the name
+        and the times are remembered. To encode 10,000 rows takes 60 ms."""
         values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
         with self._transaction() as db:
             for key in departed:
@@ -2639,13 +2618,11 @@ class Database:
     # The history
 
     def add_samples(self, wall, samples):
-        """Store the player counts of one minute. A second call in the same minute replaces them.
+        """Store the player counts of one minute. `samples` has a tuple (game, address, port,
+        players) for each server that responds, and one with address "" and port 0 for each game.
 
-        `samples` has a tuple (game, address, port, players) for each server that responds, and one
-        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
-        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
-        None."""
-        self._wall = wall
+        If a quarter of an hour has ended, also compute the samples of longer steps, delete old
+        ones, and return hourly_players(). Otherwise return None."""
         minute = int(wall) // MINUTE * MINUTE
         # The comparison with != also notices a quarter that the clock has gone back to
         quarter_ended = minute // QUARTER != self._quarter
@@ -2669,10 +2646,8 @@ class Database:
         return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """Return the player counts of a server for one of the SPANS, as a Series.
-
-        With address "" and port 0, return those of a whole game. In a series of minutes, means and
-        peaks are the same."""
+        """Return the Series of a server or, with address "" and port 0, of a game, for one of the
+        SPANS. In a series of minutes, means and peaks are the same."""
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
@@ -2686,9 +2661,8 @@ class Database:
         return Series(times.start, step, means, peaks)
 
     def hourly_players(self, wall):
-        """Return the mean player counts of the last 24 hours, a list of 24 by key.
-
-        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        """Return the mean player counts of the last 24 hours, a list of 24 by key, of all servers
+        that were there, and of each game by (game, "", 0)."""
         form = BLOCK_FORMS[HOUR]
         times = series_times(HOUR, DAY, wall)
         blocks = collections.defaultdict(dict)
@@ -2725,17 +2699,14 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        samples_before = (first_time - start) // form.step
-        bytes_before = samples_before * form.sample_size * 2
+        bytes_before = (first_time - start) // form.step * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
 
     def _roll_up(self, db, minute):
-        """Compute the samples of quarters and hours from the latest blocks of minutes.
-
-        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        Computing the same samples again does no harm."""
+        """Compute the samples of quarters and hours from the latest blocks of minutes, without
+        those that were written while the clock ran ahead."""
         hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
                            (MINUTE, minute)).fetchone()
         for server_id, block in db.execute(
@@ -2749,10 +2720,9 @@ class Database:
             self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _drop_old(self, db, minute):
-        """Delete samples that are too old, and servers not seen for a year.
-
-        Nothing is deleted unless each of the last 24 hours has a sample. Otherwise a clock that
-        runs two years ahead, until NTP sets it, would make all stored samples too old."""
+        """Delete samples that are too old, and servers not seen for a year."""
+        # A clock may run two years ahead until NTP sets it. So nothing is deleted unless each of
+        # the last 24 hours has a sample
         hour = BLOCK_FORMS[MINUTE].block_start(minute)
         for start in range(hour - DAY, hour, HOUR):
             sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
@@ -2768,11 +2738,9 @@ class Database:
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
     def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them together.
-
-        Those that were here for the shortest time go first. So a stranger who lists one server
-        after another, or renames one again and again, neither drives out old servers nor fills the
-        disk."""
+        """Forget servers that are not listed, and games, if there are too many of them together:
+        those first that were here for the shortest time. So a stranger who lists one server after
+        another neither drives out old servers nor fills the disk."""
         # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
         excess = db.execute(
             "SELECT id, first_seen FROM server"
@@ -2799,11 +2767,10 @@ RESTORED_S = 60.0
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored, with their types. Those that a later version of this
-# program has stored are left out when they are read
+# The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
-    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified"), str),
-    **dict.fromkeys(("source", "found_at"), str),
+    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified", "source",
+                     "found_at"), str),
     **dict.fromkeys(("players", "max_players", "playing"), int),
     **dict.fromkeys(("responding", "pinned"), bool),
     "details": dict,
@@ -2811,8 +2778,7 @@ STORED_FIELDS: Dict[str, type] = {
 
 
 def listed_row(server, epoch, rooms):
-    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock.
-
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock,
     `rooms` has the games of section 10 by their ids."""
     fields = {name: getattr(server, name) for name in STORED_FIELDS}
     if server.room in rooms:
@@ -2827,12 +2793,12 @@ def listed_row(server, epoch, rooms):
 
 
 def restored_server(row, now, wall, rooms):
-    """Return the Server that a ListedRow describes, marked as unconfirmed.
+    """Return the Server that a ListedRow describes, marked as unconfirmed, or None if the row has
+    impossible values. Raise Malformed if a private attribute of a room has.
 
-    `now` and `wall` are the same moment by the monotonic and by the wall clock. `rooms` has the
-    games of section 10 by their ids. The values are cleaned again, because another master may have
-    written them; one of the wrong type is left out. Return None if the row has impossible values,
-    and raise Malformed if a private attribute of a room has."""
+    `now` and `wall` are the same moment by the monotonic and by the wall clock. The values are
+    cleaned again, because another master may have written them; one of the wrong type is left
+    out."""
     fields = {}
     for name, expected_type in STORED_FIELDS.items():
         value = row.fields.get(name)
@@ -2868,9 +2834,8 @@ def restored_server(row, now, wall, rooms):
 
 
 def report(health, where, trouble):
-    """Note in Core.health that a part of the program, `where`, does not work.
-
-    /healthz shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
+    """Note in Core.health that a part of the program, `where`, does not work. /healthz shows
+    `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2882,25 +2847,21 @@ class SavedList:
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, rooms):
-        """`disk` is the WorkerThread that calls the Database, `health` is that of Core, `rooms`
-        has the games of section 10."""
         self.database = database
         self.registry = registry
-        self.disk = disk
-        self.health = health
-        self.rooms = rooms
+        self.disk = disk                # the WorkerThread that calls the Database
+        self.health = health            # that of Core
+        self.rooms = rooms              # the games of section 10
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
 
     def restore(self, now, wall, rooms):
-        """List the servers that were listed before the restart, at the start of the program.
-
-        `rooms` has the games that are switched on, by their ids. If the database cannot be read,
-        the list begins empty, and /healthz says why."""
+        """List the servers that were listed before the restart. `rooms` has the games that are
+        switched on. If the database cannot be read, the list begins empty."""
         rows = []
         try:
-            rows = self.database.load(wall)
+            rows = self.database.load()
             self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
@@ -2929,10 +2890,9 @@ class SavedList:
                  registry.total)
 
     def tick(self, now, wall):
-        """Begin a batch, unless one is being written. The event loop calls this once a second.
-
-        A batch has the servers that have changed; once a minute it has all servers, with their
-        player counts: of each that responds, and of each game."""
+        """Begin a batch, unless one is being written: of the servers that have changed or, once a
+        minute, of all servers, with their player counts. The event loop calls this once a second.
+        """
         if self.batch_began is not None:
             # Most batches take milliseconds. Some take seconds, if the disk has to spin up
             if now - self.batch_began >= 10.0:
@@ -2954,9 +2914,8 @@ class SavedList:
             self.save(now, wall, samples)
 
     def save(self, now, wall, samples):
-        """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
-
-        `samples` are those of Database.add_samples(), or empty."""
+        """Let the disk thread write the servers that have changed, and `samples`, which are those
+        of Database.add_samples(), or empty."""
         changed_keys = self.registry.altered
         self.registry.altered = set()
         rows = []
@@ -2975,10 +2934,8 @@ class SavedList:
         self.disk.submit(write, functools.partial(self.on_written, changed_keys))
 
     def on_written(self, keys, result, now):
-        """End a batch that had the servers with these keys.
-
-        `result` is the hourly player counts if the batch has computed them, None if it has not, and
-        an exception if the batch has failed."""
+        """`result` is the hourly player counts if the batch has computed them, None if it has not,
+        and an exception if the batch has failed."""
         self.batch_began = None
         if isinstance(result, Exception):
             # The next batch is to have all servers, and those that left before this one failed
@@ -9873,12 +9830,10 @@ def chart_paths(bars, width, top):
 # ================================================================================================
 # 9  Web
 #
-# The page and the lists over HTTP. http.server parses a request and formats the head of its
-# response, but reads and writes bytes in memory instead of a socket. One function for each route
-# makes the response. Every response carries `Length` beside `Content-Length`, because the Iceball
-# client exits without it. A list is rendered at most once a second, and whoever asks for it gets
-# the same body. Whole responses are kept for a second by the bytes of their requests, so most
-# requests cost one look-up.
+# The page and the lists over HTTP. One function for each route makes the response. Every response
+# carries `Length` beside `Content-Length`, because the Iceball client exits without it. A list is
+# rendered at most once a second, and whoever asks for it gets the same body. Whole responses are
+# kept for a second by the bytes of their requests, so most requests cost one look-up.
 # ================================================================================================
 
 # To search this many servers takes about 4 ms, and costs the client as much as one request
@@ -9891,17 +9846,12 @@ NO_FIELDS: Dict[str, str] = {}
 RETRY_AFTER = {"Retry-After": "5"}
 # The header fields of every response. A response may replace them by fields of its own
 DEFAULT_FIELDS = {
+    "Server": "masterserver/" + __version__,
     "Content-Security-Policy":
         "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-}
-# The banner's style is inside its SVG, because an image on another page cannot load a style sheet
-BANNER_FIELDS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "Cache-Control": "public, max-age=60",
-    "Vary": "Accept-Encoding",
 }
 
 
@@ -9915,17 +9865,6 @@ class HttpError(Exception):
         super().__init__(hint)
         self.status = status
         self.fields = fields
-
-
-class DiskNeeded(Exception):
-    """Raised by a route function that needs the result of `job()`, which reads the disk.
-
-    The disk thread calls `job`. Then the route function is called again, with the result in
-    HttpRequest.disk_result."""
-
-    def __init__(self, job):
-        super().__init__(job)
-        self.job = job
 
 
 class HttpResponse:
@@ -9951,97 +9890,105 @@ class HttpResponse:
         return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
 
 
+class FromDisk(NamedTuple):
+    """What a route function returns if its response needs the disk."""
+
+    job: Callable[[], Any]              # is called in the disk thread, where it may read the disk
+    respond: Callable[[Any], Any]       # (what the job has returned) -> the HttpResponse
+
+
 # --- One request ---------------------------------------------------------------------------------
 
 # The empty line that ends the head. A pattern that began with the end of the line before it would
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
-HEADER_LINE = re.compile(rb"[!#-'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r?")
+HEADER_LINE = re.compile(r"([!#-'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
+METHODS = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 # A weight of 0 refuses a coding (RFC 9110, 12.4.2)
 GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
-class HttpRequest(http.server.BaseHTTPRequestHandler):
-    """One request and its response, in bytes instead of a socket.
+class HttpRequest:
+    """One request.
 
-    now, address   the time of the request, and the client's address
+    now, wall      the time of the request, by the monotonic clock and in seconds since 1970
+    address        the client's
     peer_address   that of the other end of the connection; if it is a proxy, not `address`
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
     page           the path without its query
     route          the path of a route, "other" for a path that has no route, "none" before parse()
-    fingerprint    of the request, if it may be recognized when it comes again; None with a body
+    headers        the values of the header fields by their names in lower case
     body_bytes     the length of the body
     announced      the game and the port that the request announces, for the record of a refusal
-    form           what Web.form_of_room() has returned for an announcement
-    disk_result    the result of the job of DiskNeeded, or its exception; None before the job"""
+    json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    protocol_version = "HTTP/1.1"
-    command = "GET"
-    headers = http.client.HTTPMessage()
-    scheme = "http"
+    method = ""
     page = "/"
     query_text = ""
     route = "none"
+    headers: Mapping[str, str] = {}
     body = b""
     body_bytes = 0
     announced = "announce", 0
-    form: Any = None
-    disk_result: Any = None
+    json_field = False
+    # After a malformed head nobody knows where the next request begins
+    close_connection = True
+    now = wall = 0.0
 
-    def __init__(self, head, routes):
+    def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
-        self.routes = routes    # those of Web
-        self.close_connection = True
+        self.scheme = scheme
+        self.address = self.peer_address = address
 
-    def parse(self):
-        """Parse the head into the attributes. Raise HttpError if it is malformed."""
+    def parse(self, routes):
+        """Read the head into the attributes. Raise HttpError if it is malformed."""
         request_line, _, header_lines = self.head.partition(b"\n")
-        for line in header_lines.split(b"\n"):
-            if line in (b"", b"\r"):
-                break
-            if not HEADER_LINE.fullmatch(line):
-                raise HttpError(400, "A header line is not NAME: VALUE.")
-        # Tools such as curl send letters such as ß as they were typed, and http.server cannot read
-        # them, so they are percent-encoded here
-        self.raw_requestline = urllib.parse.quote(request_line, safe=bytes(range(128))).encode()
-        self.rfile = io.BytesIO(header_lines)
-        if not self.parse_request() or self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+        try:
+            method, target, version = request_line.split()
+        except ValueError:
+            raise HttpError(400, "The request line is not METHOD PATH HTTP/1.1.") from None
+        if version not in (b"HTTP/1.0", b"HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
-        if self.request_version == "HTTP/1.1" and len(self.headers.get_all("Host", [])) != 1:
+        self.method = method.decode("latin-1")
+        if self.method not in METHODS:
+            raise HttpError(501, "The method %s is not known." % self.method[:32])
+
+        self.headers = read_header_lines(header_lines)
+        # No name of a host has a comma, so a second line would show
+        host = self.headers.get("host")
+        if version == b"HTTP/1.1" and (host is None or "," in host):
             raise HttpError(400, "Exactly one Host header is required.")
-        if "close" in self.header("Connection").lower():        # Perl's clients say "TE, close"
-            self.close_connection = True
-        if self.command not in "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split():
-            raise HttpError(501, "The method %s is not known." % self.command[:32])
-        # A path may also be http://HOST/PATH (RFC 9112, 3.2.2)
-        path = re.sub("^https?://[^/?]*", "", self.path)
+
+        # A path may also be http://HOST/PATH (RFC 9112, 3.2.2). Tools such as curl send letters
+        # such as ß as they were typed
+        path = re.sub("^https?://[^/?]*", "", target.decode("utf-8", "replace"))
         page, _, self.query_text = path.partition("?")
         self.page = page or "/"
-        self.route = self.page if self.page in self.routes else "other"
-        self.read_length()
+        self.route = self.page if self.page in routes else "other"
+        route = routes.get(self.route)
+        self.read_length(route.room.body_bytes if route and route.room else HTTP_BODY_BYTES)
+        options = self.header("Connection").lower()         # Perl's clients say "TE, close"
+        is_kept = version == b"HTTP/1.1" or "keep-alive" in options
+        self.close_connection = not is_kept or "close" in options
 
-    def read_length(self):
+    def read_length(self, max_bytes):
         """Set `body_bytes` from Content-Length.
 
         Raise HttpError if the length is missing, too large or not a number, or if the body comes in
         chunks."""
-        text = self.header("Content-Length").strip(" \t")
-        has_unknown_length = self.command == "POST" and not text
-        if "Transfer-Encoding" in self.headers or has_unknown_length:
+        text = self.header("Content-Length")
+        has_unknown_length = self.method == "POST" and not text
+        if "transfer-encoding" in self.headers or has_unknown_length:
             raise HttpError(411, "A body needs a Content-Length; it cannot come in chunks.")
         if not re.fullmatch("[0-9]{0,18}", text):
             raise HttpError(400, "Content-Length is not a number of bytes.")
         self.body_bytes = int(text or 0)
-        route = self.routes.get(self.route)
-        max_bytes = route.room.body_bytes if route and route.room else HTTP_BODY_BYTES
         if self.body_bytes > max_bytes:
             raise HttpError(413, "At most %d bytes are accepted." % max_bytes)
 
     def header(self, name):
-        """Return the value of a header field, or "" if the request does not have it.
-
-        If several lines have this name, their values are joined by commas (RFC 9110, 5.3)."""
-        return ",".join(self.headers.get_all(name, []))
+        """Return the value of a header field, or "" if the request does not have it."""
+        return self.headers.get(name.lower(), "")
 
     @functools.cached_property
     def query(self):
@@ -10054,67 +10001,21 @@ class HttpRequest(http.server.BaseHTTPRequestHandler):
             values[name] = value
         return values
 
-    @property
-    def fingerprint(self):
-        if self.body or self.close_connection:
-            return None
-        return hash((self.head, self.peer_address))
 
-    def form_json(self, field):
-        """Return the JSON in a form that has this one field; b"" if the body is not such a form.
+def read_header_lines(lines):
+    """Return the values of header fields by their names in lower case. Raise HttpError.
 
-        The form is urlencoded or multipart/form-data (RFC 7578)."""
-        urlencoded_start = field.encode() + b"="
-        if self.body.startswith(urlencoded_start):
-            value = self.body[len(urlencoded_start):]
-            return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
-        _, _, part = self.body.partition(b'name="%s"' % field.encode())
-        _, _, content = part.partition(b"\r\n\r\n")
-        value, _, _ = content.partition(b"\r\n--")
-        return value
-
-    # http.server calls the next two methods. Its own ones write to a socket
-
-    def handle_expect_100(self):
-        return True             # without a "100 Continue": the Iceball client exits at it
-
-    def send_error(self, code, message=None, explain=None):
-        raise HttpError(code, "%s." % message)
-
-    def respond(self, response, extra_fields):
-        """Return the status, the head and the body with which an HttpResponse answers this request.
-
-        `extra_fields` are further header fields. A response to HEAD, or with status 304, has no
-        body, but its head gives the body's length."""
-        status = response.status
-        body = response.body
-        fields = {
-            "Server": "masterserver/" + __version__,
-            "Date": self.date_time_string(),
-            **DEFAULT_FIELDS,
-            **extra_fields,
-            **response.fields,
-        }
-        # Shorter bodies fit into one packet with their head anyway
-        if 600 <= len(body) <= GZIP_MAX_BYTES:
-            if GZIP_ACCEPTED.search(self.header("Accept-Encoding")):
-                body = response.gzipped_body
-                fields["Content-Encoding"] = "gzip"
-        fields["Length"] = fields["Content-Length"] = str(len(body))
-        fields["Connection"] = "close" if self.close_connection else "keep-alive"
-        if self.route.endswith((".json", ".xml")):      # scripts on other sites may read the lists
-            fields["Access-Control-Allow-Origin"] = "*"
-        if response.is_public and response.fields["ETag"] in self.header("If-None-Match"):
-            status = 304
-        if status == 304 or self.head.startswith(b"HEAD "):
-            body = b""
-        self.request_version = "HTTP/1.1"       # for HTTP/0.9, http.server would write no head
-        self.wfile: Any = io.BytesIO()
-        self.send_response_only(status)
-        for name, value in fields.items():
-            self.send_header(name, value)
-        self.end_headers()
-        return status, self.wfile.getvalue(), body
+    If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
+    fields: Dict[str, str] = {}
+    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    for line in text.split("\n") if text else ():
+        match = HEADER_LINE.fullmatch(line)
+        if match is None:
+            raise HttpError(400, "A header line is not NAME: VALUE.")
+        name, value = match.groups()
+        name, value = name.lower(), value.strip(" \t")
+        fields[name] = "%s,%s" % (fields[name], value) if name in fields else value
+    return fields
 
 
 # --- One connection ------------------------------------------------------------------------------
@@ -10124,9 +10025,12 @@ SHARED_BODY_BYTES = 16384
 
 
 class HttpSession(Session):
-    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them."""
+    """An HTTP/1.0 or 1.1 connection: one request after another, kept alive between them.
 
-    def __init__(self, web, address, now):
+    A connection that is refused has a `refusal`, an HttpError. It is answered with that, without
+    waiting for a request, and closed."""
+
+    def __init__(self, web, address, now, refusal=None):
         self.web = web
         self.address = address          # the peer's, which may be a proxy
         # The requests of a proxy are not answered from the cache, because each of them counts
@@ -10134,13 +10038,18 @@ class HttpSession(Session):
         self.is_proxy = address in web.trusted_proxies
         self.cache = {} if self.is_proxy else web.caches["http"]
         self.scheme = "http"
+        self.refusal = refusal
         self.request: Any = None        # the HttpRequest that is being read or answered, or None
+        self.respond_later: Any = None  # FromDisk.respond, while the job is done
         self.deadline = now + HTTP_REQUEST_S
 
     def encrypted(self):
         self.scheme = "https"
         if not self.is_proxy:
             self.cache = self.web.caches["https"]
+
+    def opened(self, now):
+        return self.refuse(self.refusal, now)
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -10164,22 +10073,22 @@ class HttpSession(Session):
         if self.done or self.job:
             return b""
         try:
-            if not self.has_whole_request(now):
+            if not self.read_request(now):
                 return b""
-            return self.finish_request(web.response_to(self.request), now)
-        except DiskNeeded as needed:
-            self.job = needed.job
-            return b""
+            response = web.response_to(self.request)
         except HttpError as error:
             return self.refuse(error, now)
+        if isinstance(response, FromDisk):
+            self.job, self.respond_later = response
+            return b""
+        return self.respond(response, now)
 
-    def has_whole_request(self, now):
-        """Is the first request in the buffer complete, with its body?
+    def read_request(self, now):
+        """Move the first request in the buffer into `request`. Return whether it is complete.
 
-        Its head is moved into `request` as soon as it is complete. Raise HttpError if the data
-        cannot be a request, or if it is malformed."""
-        request = self.request
-        if request is None:
+        The body stays in the buffer until the response. Raise HttpError if the data cannot be a
+        request, or if it is malformed."""
+        if self.request is None:
             self.buffer = self.buffer.lstrip(b"\r\n")       # some clients send a blank line first
             line, _, _ = self.buffer.partition(b"\n")
             if line and not line[:1].isalpha():
@@ -10193,50 +10102,17 @@ class HttpSession(Session):
                 raise HttpError(431, "The headers are longer than %d bytes." % HTTP_HEAD_BYTES)
             if match is None:
                 return False
-            request = self.request = HttpRequest(self.buffer[:head_bytes], self.web.routes)
+            self.request = HttpRequest(self.buffer[:head_bytes], self.scheme, self.address)
             self.buffer = self.buffer[head_bytes:]
-            try:
-                request.parse()
-            except HttpError:
-                # After a malformed head nobody knows where the next request begins
-                request.close_connection = True
-                raise
+            self.request.parse(self.web.routes)
+        request = self.request
         request.body = self.buffer[:request.body_bytes]
         request.now = now
-        request.scheme = self.scheme
-        request.address = request.peer_address = self.address
+        request.wall = now + self.web.epoch
         if self.is_proxy:
             request.address = self.web.client_address(
                 self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
-
-    def finish_request(self, response, now):
-        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
-
-        The request is counted. A public response goes into the cache."""
-        request = self.request
-        web = self.web
-        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
-        # too. Other clients of a proxy may still be within their limits
-        if response.status in (408, 503) or (response.status == 429 and not self.is_proxy):
-            request.close_connection = True
-        status, data, body = request.respond(response, web.scheme_fields[self.scheme])
-        if len(body) <= SHARED_BODY_BYTES:
-            data, body = data + body, b""
-        count_key = request.route, status
-        web.request_counts[count_key] += 1
-        if response.is_public and not self.is_proxy and not request.body:
-            size = len(request.head) + len(data)
-            if web.cache_bytes + size > HTTP_CACHE_BYTES:
-                web.empty_caches()              # they fill again within a second
-            web.cache_bytes += size
-            self.cache[request.head] = data, body, request.close_connection, count_key
-        self.body = body
-        self.done = request.close_connection
-        self.buffer = self.buffer[request.body_bytes:]
-        self.request = None
-        self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
-        return data
 
     def answer_repetition(self, data, now):
         """Return the response to a request in which a listed server only repeats itself, or b"".
@@ -10250,30 +10126,25 @@ class HttpSession(Session):
         body = room.repeated(server, fingerprint, now) if room else b""
         if not body:
             return b""
-        self.deadline = now + HTTP_IDLE_S
-        _, path, _ = data.decode("latin-1").split(" ", 2)
-        web.request_counts[path, 200] += 1
-        # No request has this key, because it is not bytes
-        if path not in self.cache:
-            request = HttpRequest(b"", web.routes)          # respond() needs no more of it
-            request.close_connection = False
-            _, head, body = request.respond(
-                HttpResponse(body, JSON_TYPE), web.scheme_fields[self.scheme])
-            self.cache[path] = head + body
-        return self.cache[path]
-
-    def refuse(self, error, now):
-        """Return the bytes of the response that tells the client of an HttpError.
-
-        If the error came before a head was complete, the whole buffer counts as the request."""
-        if self.request is None:
-            self.request = HttpRequest(self.buffer, self.web.routes)
-        return self.finish_request(self.web.error_response(self.request, error), now)
+        self.request = HttpRequest(data, self.scheme, self.address)
+        _, self.request.route, _ = data.decode("latin-1").split(" ", 2)
+        self.request.close_connection = False
+        return self.respond(HttpResponse(body, JSON_TYPE), now)
 
     def resume(self, result, now):
         self.job = None
-        self.request.disk_result = result
-        return self.receive(b"", now)
+        respond_later, self.respond_later = self.respond_later, None
+        try:
+            # A RuntimeError says that too many jobs wait; any other exception is a fault of the
+            # program
+            if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
+                hint = "The answer cannot be made just now: %s." % error_text(result)
+                raise HttpError(503, hint, RETRY_AFTER)
+            if isinstance(result, Exception):
+                raise result
+            return self.respond(respond_later(result), now)
+        except HttpError as error:
+            return self.refuse(error, now)
 
     def tick(self, now):
         """End the connection if its deadline has passed.
@@ -10289,18 +10160,86 @@ class HttpSession(Session):
             return self.refuse(HttpError(408, "The request did not arrive in time."), now)
         return b""
 
+    def refuse(self, error, now):
+        """Return the bytes of the response that tells the client of an HttpError.
 
-class RefusedConnection(HttpSession):
-    """A connection that is answered with an error, without waiting for a request, and closed."""
+        The error is sent in the format that the client reads: what the room says to its clients,
+        JSON to those that announce by HTTP, a page to browsers, text to all others. If it came
+        before a head was complete, the whole buffer counts as the request."""
+        if self.request is None:
+            self.request = HttpRequest(self.buffer, self.scheme, self.address)
+        request = self.request
+        status = error.status
+        hint = str(error)
+        # An overloaded master, or one whose limit the client exceeds, would refuse the next request
+        # too. Other clients of a proxy may still be within their limits
+        if status in (408, 503) or (status == 429 and not self.is_proxy):
+            request.close_connection = True
+        route = self.web.routes.get(request.route)
+        body = None
+        media_type = JSON_TYPE
+        if route and route.room:
+            body = route.room.http_error(request, status, hint)
+        elif request.route == "/announce" and not request.json_field:
+            body = to_json({"listed": False, "reason": hint})
+        reason = http.client.responses[status]
+        if body is None and "text/html" in request.header("Accept"):
+            body = render_error_page(self.web.look, status, reason, hint)
+            media_type = HTML_TYPE
+        elif body is None:
+            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
+            media_type = TEXT_TYPE
+        return self.respond(HttpResponse(body, media_type, status, error.fields), now)
 
-    def __init__(self, web, address, now, error):
-        super().__init__(web, address, now)
-        self.error = error
+    def respond(self, response, now):
+        """Return the bytes of the HttpResponse to `request`, and get ready for the next request.
 
-    def opened(self, now):
-        response = self.refuse(self.error, now)
-        self.done = True
-        return response
+        A response to HEAD, or with status 304, has no body, but its head gives the body's length.
+        The request is counted. A public response goes into the cache."""
+        request = self.request
+        web = self.web
+        status = response.status
+        body = response.body
+        fields = {
+            "Date": email.utils.formatdate(now + web.epoch, usegmt=True),
+            **DEFAULT_FIELDS,
+            **web.scheme_fields[self.scheme],
+            **response.fields,
+        }
+        # Shorter bodies fit into one packet with their head anyway
+        if 600 <= len(body) <= GZIP_MAX_BYTES:
+            if GZIP_ACCEPTED.search(request.header("Accept-Encoding")):
+                body = response.gzipped_body
+                fields["Content-Encoding"] = "gzip"
+        fields["Length"] = fields["Content-Length"] = str(len(body))
+        fields["Connection"] = "close" if request.close_connection else "keep-alive"
+        if request.route.endswith((".json", ".xml")):       # scripts on other sites may read these
+            fields["Access-Control-Allow-Origin"] = "*"
+        if response.is_public and response.fields["ETag"] in request.header("If-None-Match"):
+            status = 304
+        if status == 304 or request.head.startswith(b"HEAD "):
+            body = b""
+        lines = ["HTTP/1.1 %d %s" % (status, http.client.responses[status])]
+        for field in fields.items():
+            lines.append("%s: %s" % field)
+        data = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        if len(body) <= SHARED_BODY_BYTES:
+            data, body = data + body, b""
+
+        count_key = request.route, status
+        web.request_counts[count_key] += 1
+        if response.is_public and not self.is_proxy and not request.body:
+            size = len(request.head) + len(data)
+            if web.cache_bytes + size > HTTP_CACHE_BYTES:
+                web.empty_caches()              # they fill again within a second
+            web.cache_bytes += size
+            self.cache[request.head] = data, body, request.close_connection, count_key
+        self.body = body
+        self.done = request.close_connection
+        self.buffer = self.buffer[request.body_bytes:]
+        self.request = None
+        self.deadline = now + (HTTP_REQUEST_S if self.buffer else HTTP_IDLE_S)
+        return data
 
 
 # --- All connections -----------------------------------------------------------------------------
@@ -10322,18 +10261,14 @@ class Web(TcpProtocol):
         # long body; whether the connection ends; the key in request_counts
         self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
         self.cache_bytes = 0            # the size of both together, without the long bodies
-        # The responses with whole lists: those that show times, by (route, game), until the next
-        # tick; and those of the rooms by route, as long as a room returns the same body
+        # The responses with whole lists by (route, game)
         self.lists: Dict[Tuple[str, str], HttpResponse] = {}
-        self.room_lists: Dict[str, HttpResponse] = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = core.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
         self.rooms = core.rooms
         self.routes = dict(ROUTES)
-        self.private_fields = {}
         for room in core.rooms.values():
-            self.private_fields.update(room.json_fields)
             for path, route in room.routes.items():
                 self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
             for request, name in room.requests.items():
@@ -10348,33 +10283,31 @@ class Web(TcpProtocol):
 
     def refusal(self, address, now):
         hint = "Too many connections at once; wait a few seconds."
-        return RefusedConnection(self, address, now, HttpError(429, hint, RETRY_AFTER))
+        return HttpSession(self, address, now, HttpError(429, hint, RETRY_AFTER))
 
     def plain_refusal(self, address, now):
         error = HttpError(400, "This port speaks HTTPS; write https://.")
-        return RefusedConnection(self, address, now, error)
+        return HttpSession(self, address, now, error)
 
     def read(self, settings):
         """Read the trusted proxies and the look of the pages from the settings.
 
         All cached lists and responses are dropped, because they show the old settings."""
         self.trusted_proxies = Networks(settings["http.trusted_proxies"])
-        titles = {}
-        for room in self.rooms.values():
-            titles[room.game] = room.title
-            titles.update(room.titles)
-        titles = collections.ChainMap({**titles, **settings["games"]}, self.registry.titles)
         # The games whose servers announce themselves by HTTP, by their ids
         self.announced = {}
+        titles = {}
         for room in self.rooms.values():
+            titles.update({room.game: room.title, **room.titles})
             if room.announced_by_http and room.is_on(settings):
                 self.announced[room.game] = room
-        for game in settings["games"]:
+        for game, title in settings["games"].items():
+            titles[game] = title
             self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
             settings["http.title"], settings["http.intro"],
-            settings.texts.get("http.template") or LIST_PAGE, titles, settings["http.url"],
-            self.core.rooms)
+            settings.texts.get("http.template") or LIST_PAGE,
+            collections.ChainMap(titles, self.registry.titles), settings["http.url"], self.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -10423,21 +10356,20 @@ class Web(TcpProtocol):
         return client
 
     def response_to(self, request):
-        """Return the HttpResponse to a request, from the function of its route.
+        """Return the HttpResponse to a request, or FromDisk, from the function of its route.
 
         A server that the route refuses is recorded for the page /check. Raise HttpError if the path
         or the method does not exist, if a limit is exceeded, or if the route refuses the request.
-        Raise DiskNeeded if the disk has to be read first."""
-        if request.disk_result is None:         # otherwise the request has been charged before
-            self.charge(request, 1)
+        """
+        self.charge(request, 1)
         route = self.routes.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
         methods = route.methods
         fields = {"Allow": methods, "Access-Control-Allow-Methods": methods}
-        if request.command not in methods.split(", "):
+        if request.method not in methods.split(", "):
             raise HttpError(405, "%s takes %s." % (request.route, methods), fields)
-        if request.command == "OPTIONS":
+        if request.method == "OPTIONS":
             return HttpResponse(b"", fields=fields)
         try:
             return route.respond(self, request)
@@ -10473,45 +10405,12 @@ class Web(TcpProtocol):
         hint = "Too many requests from %s; wait a few seconds." % address
         raise HttpError(429, hint, RETRY_AFTER)
 
-    def error_response(self, request, error):
-        """Return the response to a request that has failed with an HttpError.
-
-        The error is sent in the format that the client reads: what the room says to its clients,
-        JSON to those that announce by HTTP, a page to browsers, text to all others."""
-        status = error.status
-        hint = str(error)
-        reason = http.client.responses[status]
-        route = self.routes.get(request.route)
-        body = None
-        media_type = JSON_TYPE
-        if route and route.room:
-            body = route.room.http_error(request, status, hint)
-        elif request.route == "/announce" and not request.form:
-            body = to_json({"listed": False, "reason": hint})
-        if body is None and "text/html" in request.header("Accept"):
-            body = render_error_page(self.look, status, reason, hint)
-            media_type = HTML_TYPE
-        elif body is None:
-            body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
-            media_type = TEXT_TYPE
-        return HttpResponse(body, media_type, status, error.fields)
-
-    def form_of_room(self, request):
-        """Return the room whose game servers announce themselves by such a form, and the JSON in
-        it; None for any other announcement."""
-        for room in self.rooms.values():
-            json_text = room.json_field and request.form_json(room.json_field)
-            if json_text:
-                return room, json_text
-        return None
-
     def list_response(self, request, list_filter, media_type, render):
         """Return the response with the servers that pass a ListFilter.
 
-        `render(servers, wall)` returns its body; `wall` is the present time in seconds since 1970.
-        The whole list, or the whole list of a known game, is cached until the next tick. The
-        result of a search serves one client only, so the client is charged for each server that is
-        searched."""
+        `render(servers)` returns its body. The whole list, or the whole list of a known game, is
+        cached until the next tick. The result of a search serves one client only, so the client is
+        charged for each server that is searched."""
         registry = self.registry
         game = list_filter.game
         is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
@@ -10525,8 +10424,7 @@ class Web(TcpProtocol):
             tokens = registry.total / SEARCH_SERVERS
             self.charge(request, self.rules.request_tokens(tokens))
             servers = [server for server in registry.servers(game) if list_filter.matches(server)]
-        body = render(servers, request.now + self.epoch)
-        response = HttpResponse(body, media_type, is_public=True)
+        response = HttpResponse(render(servers), media_type, is_public=True)
         if is_whole:
             self.lists[key] = response
         return response
@@ -10534,13 +10432,10 @@ class Web(TcpProtocol):
 
 # --- The query of a request ----------------------------------------------------------------------
 
-def query_number(request, name, low, high):
+def query_number(request, name, high):
     """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
-    text = request.query.get(name, "").strip()
-    if not text:
-        return 0
     try:
-        return number_reader(low, high)(text)
+        return number_reader(0, high)(request.query.get(name, "").strip() or "0")
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10587,7 +10482,7 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
-    players_min = query_number(request, "players_min", 0, PLAYERS_MAX)
+    players_min = query_number(request, "players_min", PLAYERS_MAX)
     return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
 
 
@@ -10597,10 +10492,9 @@ def query_endpoint(request, default_address=""):
     The port may stand in `port` or in `address`, as in address=203.0.113.7:20737. Raise HttpError
     if a value is wrong."""
     text = request.query.get("address", "").strip()[:100] or default_address
-    port = query_number(request, "port", 0, 65535)
-    has_port = re.search(r"\.[0-9]+:|\]:", text)
+    port = query_number(request, "port", 65535)
     try:
-        if has_port:
+        if re.search(r"\.[0-9]+:|\]:", text):
             text, port = read_numeric_endpoint(text)
         return canonical_address(read_address(text)), port
     except ValueError:
@@ -10608,22 +10502,11 @@ def query_endpoint(request, default_address=""):
         raise HttpError(400, hint) from None
 
 
-class HistoryQuery(NamedTuple):
-    """The query for the history of one server, or of all servers of a game together."""
-
-    game: str
-    address: str                        # "" for all servers of the game
-    port: int                           # 0 for all servers of the game
-    span: str                           # a key of SPANS
-
-    @property
-    def key(self) -> Key:
-        """The key of the server or of the whole game in the database."""
-        return self.game, self.address, self.port
-
-
 def query_history(request):
-    """Return the HistoryQuery in the query of a request. Raise HttpError."""
+    """Return whose history is asked for, as a key of the database, and a key of SPANS.
+
+    The database has the history of each server, and of all servers of a game together under the
+    address "" and port 0. Raise HttpError."""
     game = request.query.get("game", "")
     span = request.query.get("span", "day")
     address, port = "", 0
@@ -10634,24 +10517,7 @@ def query_history(request):
         raise HttpError(400, "game is required; for one server address and port as well.")
     if span not in SPANS:
         raise HttpError(400, "span must be one of %s." % ", ".join(SPANS))
-    return HistoryQuery(game, address, port, span)
-
-
-def from_disk(request, job):
-    """Return what `job()` has returned in the disk thread, where it may read the disk.
-
-    Raise DiskNeeded if the job is not done yet: the route function ends, and is called again after
-    the job. Raise HttpError if the disk does not work."""
-    result = request.disk_result
-    if result is None:
-        raise DiskNeeded(job)
-    # A RuntimeError says that too many jobs wait; any other exception is a fault of the program
-    if isinstance(result, (*DISK_ERRORS, RuntimeError, MemoryError)):
-        hint = "The answer cannot be made just now: %s." % error_text(result)
-        raise HttpError(503, hint, RETRY_AFTER)
-    if isinstance(result, Exception):
-        raise result
-    return result
+    return (game, address, port), span
 
 
 # --- Lists ---------------------------------------------------------------------------------------
@@ -10663,17 +10529,18 @@ def get_list(room, route, web, request):
     if route.of_any_game:
         chosen = room.lists()[route.list]
 
-        def render(servers, wall):
-            return chosen.render(web.registry.for_clients(servers), wall - web.epoch)
+        def render(servers):
+            return chosen.render(web.registry.for_clients(servers), request.now)
 
         list_filter = query_filter(web, request, room.game)
         return web.list_response(request, list_filter, route.media_type, render)
     body = room.rendered(route.list, request.now)
-    response = web.room_lists.get(request.route)
+    key = request.route, room.game
+    response = web.lists.get(key)
     if response is None or response.body is not body:
-        response = HttpResponse(body, route.media_type, is_public=True)
-        web.room_lists[request.route] = response
-    response.fields["Last-Modified"] = request.date_time_string(request.now + web.epoch)
+        modified = email.utils.formatdate(request.wall, usegmt=True)
+        response = web.lists[key] = HttpResponse(
+            body, route.media_type, fields={"Last-Modified": modified}, is_public=True)
     return response
 
 
@@ -10682,12 +10549,11 @@ JSON_FIELDS = (
     "priority verified responding found_at country").split()
 
 
-def server_json(server, private_fields):
+def server_json(server):
     """Return the beginning of a server's entry in /servers.json, as JSON without its last brace.
 
-    `private_fields` are those that rooms add: the values for servers of other games, by name. The
-    entry is cached until the server changes. Its times change more often, so with_times() adds them
-    later."""
+    The entry is cached until the server changes. Its times change more often, so with_times() adds
+    them later."""
     fields = {}
     for name in JSON_FIELDS:
         fields[name] = getattr(server, name)
@@ -10695,13 +10561,11 @@ def server_json(server, private_fields):
     fields["ping_ms"] = None
     if server.ping_ms is not None:
         fields["ping_ms"] = round(server.ping_ms, 1)
-    for name, value in private_fields.items():
-        fields[name] = server.private.get(name, value)
-    for name in ("arenas", "factions", "skill", "flags"):
-        fields[name] = server.details.get(name, "")
     for room in ROOMS.values():
         for name, default in room.json_fields.items():
             fields[name] = server.private.get(name, default)
+    for name in ("arenas", "factions", "skill", "flags"):
+        fields[name] = server.details.get(name, "")
     entry = to_json(fields)
     return entry[:-len("}")]
 
@@ -10718,15 +10582,12 @@ def with_times(entry, server, epoch, own_master):
 
 def get_servers_json(web, request):
     """Return all fields of the listed servers. The query is a ListFilter."""
-    def beginning(server):
-        return server_json(server, web.private_fields)
-
-    def render(servers, wall):
+    def render(servers):
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", beginning)):
+        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
             entries.append(with_times(entry, server, web.epoch, web.registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            wall, web.registry.generation, b",\n".join(entries))
+            request.wall, web.registry.generation, b",\n".join(entries))
 
     return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
 
@@ -10754,10 +10615,9 @@ def contact_lines(rooms, listeners, host, settings):
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        if "%(page)s" in template and not page:
-            continue
-        line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
-        lines.append((game, reader, line))
+        if page or "%(page)s" not in template:
+            line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
+            lines.append((game, reader, line))
     return lines
 
 
@@ -10778,40 +10638,39 @@ def day_total(hourly_players, games):
 
 
 def get_page(web, request):
-    """Return the response with the list page. Its query is that of /servers.json."""
+    """Return the response with the list page. Its query is that of /servers.json.
+
+    Only the first PAGE_ROWS of the servers that pass the filter get a row."""
     list_filter = query_filter(web, request)
-    render = functools.partial(render_list, web, list_filter)
-    return web.list_response(request, list_filter, HTML_TYPE, render)
-
-
-def render_list(web, list_filter, servers, wall):
-    """Return the list page with these servers, which have passed the filter, as UTF-8 bytes.
-
-    Only the first PAGE_ROWS of them get a row. `wall` is the present time in seconds since 1970."""
-    look = web.look
     game = list_filter.game
-    counts = {}
-    for counted_game, listed in web.registry.games.items():
-        if listed:
-            counts[counted_game] = len(listed)
-    day = ()
-    if list_filter == ListFilter(game):     # the result of a search has no history
-        day = day_total(web.hourly_players, [game] if game else counts)
-    host = web.settings["server.public_address"] or "THIS-HOST"
-    contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
-    countries = web.registry.count_countries(game)
-    rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, wall)
-    return render_page(
-        look,
-        look.games.get(game),
-        look.template,
-        about=list_summary(servers),
-        path="/?game=" + game if game else "/",
-        intro=fill_template("<p>$text</p>\n", text=look.intro),
-        totals=render_totals(servers, render_sparkline(day)),
-        tabs=render_game_tabs(look, counts, game),
-        search=render_search(list_filter, countries),
-        table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
+    look = web.look
+
+    def render(servers):
+        counts = {}
+        for counted_game, listed in web.registry.games.items():
+            if listed:
+                counts[counted_game] = len(listed)
+        day = ()
+        if list_filter == ListFilter(game):     # the result of a search has no history
+            day = day_total(web.hourly_players, [game] if game else counts)
+        host = web.settings["server.public_address"] or "THIS-HOST"
+        contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
+        countries = web.registry.count_countries(game)
+        rows = render_rows(
+            look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, request.wall)
+        return render_page(
+            look,
+            look.games.get(game),
+            look.template,
+            about=list_summary(servers),
+            path="/?game=" + game if game else "/",
+            intro=fill_template("<p>$text</p>\n", text=look.intro),
+            totals=render_totals(servers, render_sparkline(day)),
+            tabs=render_game_tabs(look, counts, game),
+            search=render_search(list_filter, countries),
+            table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
+
+    return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
 def with_wall_times(server, epoch):
@@ -10828,32 +10687,34 @@ def get_server(web, request):
     """Return the response with the page of one server, which the query names.
 
     A server that has left the list has a page too, if the database remembers it."""
-    query = query_history(request)
-    wall = request.now + web.epoch
+    key, span = query_history(request)
     database = web.core.database
-    remembered = series = None
-    if database is not None:
-        def read_both():
-            return database.known(*query.key), database.history(*query.key, query.span, wall)
 
-        remembered, series = from_disk(request, read_both)
-    listed = web.registry.get(*query.key)
-    if listed:
-        server = with_wall_times(listed, web.epoch)
-    elif remembered:
-        server = Server(query.game, query.address, query.port, source=query.address,
-                        now=remembered.last_seen, lifetime=0.0, name=remembered.name)
-    else:
-        endpoint = endpoint_text(query.address, query.port)
-        raise HttpError(404, "No server %s of %s is known here." % (endpoint, query.game))
-    if remembered:
-        # A server that has come back was first seen before its present stay in the list
-        server.first_seen = min(server.first_seen, remembered.first_seen)
-    base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
-    is_listed = listed is not None
-    history = query.span, series
-    page = render_server_page(web.look, server, is_listed, history, base, wall)
-    return HttpResponse(page, HTML_TYPE)
+    def job():
+        return database.known(*key), database.history(*key, span, request.wall)
+
+    def respond(result):
+        remembered, series = result
+        listed = web.registry.get(*key)
+        game, address, port = key
+        if listed:
+            server = with_wall_times(listed, web.epoch)
+        elif remembered:
+            server = Server(game, address, port, source=address, now=remembered.last_seen,
+                            lifetime=0.0, name=remembered.name)
+        else:
+            endpoint = endpoint_text(address, port)
+            raise HttpError(404, "No server %s of %s is known here." % (endpoint, game))
+        if remembered:
+            # A server that has come back was first seen before its present stay in the list
+            server.first_seen = min(server.first_seen, remembered.first_seen)
+        base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
+        is_listed = listed is not None
+        page = render_server_page(
+            web.look, server, is_listed, (span, series), base, request.wall)
+        return HttpResponse(page, HTML_TYPE)
+
+    return FromDisk(job, respond) if database else respond((None, None))
 
 
 def get_banner(web, request):
@@ -10861,58 +10722,69 @@ def get_banner(web, request):
 
     The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
     because a page that embeds it cannot show a text instead."""
-    query = query_history(request)
-    server = web.registry.get(*query.key)
+    key, _ = query_history(request)
+    server = web.registry.get(*key)
     database = web.core.database
-    remembered = None
-    if not server and database:
-        # The list tells a result of None from a job that is not done yet
-        remembered, = from_disk(request, lambda: [database.known(*query.key)])
-    place = endpoint = endpoint_text(query.address, query.port)
-    name = players = ""
-    status = 200
-    if server:
-        name = server.name
-        state = server.map if server.responding else "not responding"
-        players = "%d/%s" % (server.players, server.max_players or "?")
-        if server.country:
-            place = "%s · %s" % (endpoint, country_name(server.country))
-    elif remembered:
-        name = remembered.name
-        state = "not listed since %s UTC" % minute_text(remembered.last_seen)
-    else:
-        state = "is not known here"
-        status = 404
-    svg = fill_template(
-        BANNER,
-        name=clean(name) or endpoint,
-        state=state,
-        players=players,
-        game=web.look.game_title(clean(query.game)),
-        place=place,
-        spark=render_sparkline(web.hourly_players.get(query.key, ())))
-    return HttpResponse(svg.encode(), "image/svg+xml", status, BANNER_FIELDS)
+
+    def respond(remembered):
+        game, address, port = key
+        place = endpoint = endpoint_text(address, port)
+        name = players = ""
+        status = 200
+        if server:
+            name = server.name
+            state = server.map if server.responding else "not responding"
+            players = "%d/%s" % (server.players, server.max_players or "?")
+            if server.country:
+                place = "%s · %s" % (endpoint, country_name(server.country))
+        elif remembered:
+            name = remembered.name
+            state = "not listed since %s UTC" % minute_text(remembered.last_seen)
+        else:
+            state = "is not known here"
+            status = 404
+        svg = fill_template(
+            BANNER,
+            name=clean(name) or endpoint,
+            state=state,
+            players=players,
+            game=web.look.game_title(clean(game)),
+            place=place,
+            spark=render_sparkline(web.hourly_players.get(key, ())))
+        # Its style is inside it, because an image on another page cannot load a style sheet
+        return HttpResponse(svg.encode(), "image/svg+xml", status, {
+            "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+            "Cache-Control": "public, max-age=60",
+            "Vary": "Accept-Encoding",
+        })
+
+    if server or not database:
+        return respond(None)
+    return FromDisk(lambda: database.known(*key), respond)
 
 
 def get_history_json(web, request):
     """Return the response with the player counts of one server, or of a whole game, as JSON."""
-    query = query_history(request)
+    key, span = query_history(request)
+    game, address, port = key
     database = web.core.database
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
-    wall = request.now + web.epoch
-    series = from_disk(request, lambda: database.history(*query.key, query.span, wall))
-    body = to_json({
-        "game": query.game,
-        "address": query.address,
-        "port": query.port,
-        "span": query.span,
-        "start": series.start,
-        "step": series.step,
-        "players": series.means,
-        "peak": series.peaks,
-    })
-    return HttpResponse(body, JSON_TYPE)
+
+    def respond(series):
+        body = to_json({
+            "game": game,
+            "address": address,
+            "port": port,
+            "span": span,
+            "start": series.start,
+            "step": series.step,
+            "players": series.means,
+            "peak": series.peaks,
+        })
+        return HttpResponse(body, JSON_TYPE)
+
+    return FromDisk(lambda: database.history(*key, span, request.wall), respond)
 
 
 # --- Announcements by HTTP -----------------------------------------------------------------------
@@ -10978,44 +10850,42 @@ def post_announce(web, request):
     servers of the game, the server is queried first; otherwise it is listed at once."""
     check_no_web_page(request)
     source, now = request.address, request.now
-    request.form = web.form_of_room(request)
-    if request.form:
-        room, json_text = request.form
-        values = json_values(json_text)
-        request.announced = announced_game(web, room.game), 0
-        port = announced_value("port", values.get("port"))
-        request.announced = room.game, port
-        answer = room.announced(source, port, values, now)
-        return HttpResponse(answer.body, TEXT_TYPE, answer.status)
-    values = announced_values(request)
-    game = announced_game(web, values.get("game", ""))
+    form_room, values = announced_values(web, request)
+    game = announced_game(web, form_room.game if form_room else values.get("game", ""))
     request.announced = game, 0
     port = announced_value("port", values.get("port"))
     request.announced = game, port
+    if form_room:
+        answer = form_room.announced(source, port, values, now)
+        return HttpResponse(answer.body, TEXT_TYPE, answer.status)
+    room = web.announced[game]
     fields = {}
     for name in ANNOUNCED_FIELDS:
         if name in values and name not in ("game", "port"):
             fields[name] = announced_value(name, values[name])
     action = fields.pop("action", "")
-    room = web.announced[game]
+    result: Dict[str, Any] = {"listed": False, "ttl": ANNOUNCED_TTL_S}
     if action == "stop":
         if not room.stopped(source, port, now):
             raise HttpError(404, "No server from %s on port %d is listed here as %s." % (
                 source, port, game))
-        return announce_response("stopped")
-    if action not in ("", "announce"):
+        result["reason"] = "stopped"
+    elif action in ("", "announce"):
+        room.announced(source, port, fields, now)
+        server = web.registry.get(game, web.rules.listed_address(source), port)
+        if server and server.responding:
+            result["listed"] = True
+        else:
+            result["reason"] = ("waiting for its answer to a query on UDP port %d; the page /check "
+                                "tells what came of it" % (port + room.offset))
+    else:
         raise Refused("bad packet", "action: expected stop, or nothing")
-    room.announced(source, port, fields, now)
-    server = web.registry.get(game, web.rules.listed_address(source), port)
-    if server and server.responding:
-        return announce_response()
-    return announce_response("waiting for its answer to a query on UDP port %d; the page /check "
-                             "tells what came of it" % (port + room.offset))
+    return HttpResponse(to_json(result), JSON_TYPE)
 
 
 def ask_room(room, answer_request, web, request):
     """Answer a POST of a game server, or another request for which the room has a method."""
-    if request.command == "POST":
+    if request.method == "POST":
         check_no_web_page(request)
     if not room.is_on(web.settings):
         raise HttpError(404, "%s servers are not listed here." % room.title)
@@ -11033,19 +10903,40 @@ def check_no_web_page(request):
         raise HttpError(403, "A web page may not announce servers here.")
 
 
-def announced_values(request):
-    """Return the values of an announcement by name, unchecked, from a form or a JSON object.
+def announced_values(web, request):
+    """Return the room whose game servers announce themselves by such a form, or None, and the
+    values of the announcement by name, unchecked.
 
     Raise HttpError if the body has another media type, and Refused if it is malformed."""
+    body = request.body
+    for room in web.rooms.values():
+        json_text = room.json_field and form_json(body, room.json_field)
+        if json_text:
+            request.json_field = True
+            return room, json_values(json_text)
     content_type, _, _ = (request.header("Content-Type") or FORM_TYPE).partition(";")
     media_type = content_type.strip().lower()
     # `curl -d` declares a form even if it sends a JSON object
-    if media_type == "application/json" or request.body.startswith(b"{"):
-        return json_values(request.body)
+    if media_type == "application/json" or body.startswith(b"{"):
+        return None, json_values(body)
     if media_type == FORM_TYPE:
-        return form_values(request.body)
+        return None, form_values(body)
     raise HttpError(415, "Expected %s or application/json, not %s." % (
         FORM_TYPE, ascii(media_type[:100])))
+
+
+def form_json(body, field):
+    """Return the JSON in a form that has this one field; b"" if the body is not such a form.
+
+    The form is urlencoded or multipart/form-data (RFC 7578)."""
+    urlencoded_start = field.encode() + b"="
+    if body.startswith(urlencoded_start):
+        value = body[len(urlencoded_start):]
+        return urllib.parse.unquote_to_bytes(value.replace(b"+", b" "))
+    _, _, part = body.partition(b'name="%s"' % field.encode())
+    _, _, content = part.partition(b"\r\n\r\n")
+    value, _, _ = content.partition(b"\r\n--")
+    return value
 
 
 def json_values(body):
@@ -11070,23 +10961,17 @@ def form_values(body):
     If a name occurs twice, its last value counts."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
     check_field_count(len(pairs))
-    # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and each
-    # may be written as three, such as %F0. A character of a field's name takes three
-    value_bytes = 12 * TEXT_CHARACTERS
-    name_bytes = 3 * len("max_players")
-    raw_values = {}
-    for pair in pairs:
-        name, _, value = pair.partition(b"=")
-        raw_name = urllib.parse.unquote_to_bytes(name[:name_bytes])
-        raw_values[raw_name] = value[:value_bytes]
     values = {}
-    for name in ANNOUNCED_FIELDS:
-        raw_value = raw_values.get(name.encode())
-        if raw_value is not None:
-            # The value is decoded by decode_legacy(), because curl under Windows does not send
-            # UTF-8, but the encoding of the console
-            value = urllib.parse.unquote_to_bytes(raw_value.replace(b"+", b" "))
-            values[name] = decode_legacy(value, TEXT_CHARACTERS)
+    for pair in pairs:
+        # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and
+        # each may be written as three, such as %F0. A character of a field's name takes three
+        raw_name, _, raw_value = pair.partition(b"=")
+        name = urllib.parse.unquote(raw_name[:3 * len("max_players")].decode("latin-1"))
+        if name in ANNOUNCED_FIELDS:
+            spaced_value = raw_value[:12 * TEXT_CHARACTERS].replace(b"+", b" ")
+            # curl under Windows does not send UTF-8, but the encoding of the console
+            values[name] = decode_legacy(
+                urllib.parse.unquote_to_bytes(spaced_value), TEXT_CHARACTERS)
     return values
 
 
@@ -11112,14 +10997,6 @@ def announced_game(web, value):
         reason += ("; the operator of this master can allow it with a line `%s = %s` under [games]"
                    % (game, game.capitalize()))
     raise Refused("bad packet", reason)
-
-
-def announce_response(reason=""):
-    """Return the response to an announcement. `reason` says why the server is not listed."""
-    result: Dict[str, Any] = {"listed": not reason, "ttl": ANNOUNCED_TTL_S}
-    if reason:
-        result["reason"] = reason
-    return HttpResponse(to_json(result), JSON_TYPE)
 
 
 # --- Is my server listed? ------------------------------------------------------------------------
@@ -11527,10 +11404,8 @@ SETTINGS.update((setting.name, setting) for setting in (
     *SETTINGS_AFTER_GAMES))
 ROOMS.update((game.game, game) for game in GAMES)
 GAME_TITLES = {}
-PRIVATE_FIELDS: Dict[str, Any] = {}     # see Game.json_fields
 for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
-    PRIVATE_FIELDS.update(each_game.json_fields)
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
 
@@ -11549,16 +11424,6 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 class StartError(Exception):
     """The server cannot start; the text says what to change."""
-
-
-class Service(NamedTuple):
-    """What listens on the ports of one setting."""
-
-    name: str
-    transport: str                  # "udp" or "tcp"
-    setting: str                    # its port, or ports; "" for any free port
-    offset: int = 0                 # is added to the port in the setting
-    uses_tls: bool = False
 
 
 class Listener(NamedTuple):
@@ -11634,8 +11499,8 @@ class MessageVector:
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
     def make_arrays(self):
-        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in. The
-        structs at the same position belong together."""
+        """Return an array of mmsghdr, one of iovec and one of sockaddr_in. The structs at the same
+        position belong together."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
@@ -11681,7 +11546,7 @@ class MessageVector:
         return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send a non-empty list of (data, sockaddr) pairs."""
+        """Send a list of (data, sockaddr) pairs, which must not be empty."""
         lengths = [len(data) for data, _ in answers]
         total_bytes = sum(lengths)
         count = len(answers)
@@ -11691,7 +11556,7 @@ class MessageVector:
             self.send(sock, answers[:half], tally)
             self.send(sock, answers[half:], tally)
             return
-        # The datagrams are packed into the buffer without gaps: each starts where the last one ends
+        # Each datagram starts in the buffer where the one before it ends
         self.out_data_bytes[:total_bytes] = b"".join([data for data, _ in answers])
         pointers = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
         self.out_pointers[:count] = array.array("Q", pointers)
@@ -11731,9 +11596,9 @@ class UdpSocket:
     and otherwise with one system call for each datagram."""
 
     def __init__(self, name, sock, protocol, tally, limiter, registry, vector=None):
-        """`name`: the protocol's name for the log; `vector`: a MessageVector, or None if the system
-        has none. The vector is not used if `sock` or `protocol` does not fit its buffers."""
-        self.name = name
+        """`vector` is a MessageVector, or None if the system has none. It is not used if `sock` or
+        `protocol` does not fit its buffers."""
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
@@ -11803,8 +11668,7 @@ class UdpSocket:
             self.send(answers)
 
     def receive(self):
-        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one. Return three lists, as
-        MessageVector.receive() does. A reply address is a peer here."""
+        """Do what MessageVector.receive() does, one by one. A reply address is a peer here."""
         packets, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
@@ -11820,8 +11684,8 @@ class UdpSocket:
         return packets, peers, peers
 
     def send(self, answers):
-        """Send a list of (data, peer) pairs, one by one. A datagram that cannot be sent is only
-        counted, because its peer will ask again."""
+        """Send a list of (data, peer) pairs. One that cannot be sent is only counted, because its
+        peer will ask again."""
         for data, peer in answers:
             try:
                 self.tally.bytes_out += self.sock.sendto(data, peer)
@@ -11848,6 +11712,13 @@ class TcpConnection:
     and discard what the peer still sends. Closing a socket with unread input would send a reset,
     and the peer could lose the end of the answer."""
 
+    is_closed = False
+    unsent: Any = b""                   # output for which the socket had no room yet
+    # When to disconnect a peer that reads too slowly, or that does not close its side
+    deadline = math.inf
+    linger_bytes = LINGER_BYTES         # how many bytes of further input we still discard
+    events = NO_EVENTS                  # what the selector waits for; NO_EVENTS during a job
+
     def __init__(self, listener, sock, address, session):
         """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
         TlsSocket, from `address`."""
@@ -11857,12 +11728,6 @@ class TcpConnection:
         self.sock = sock
         self.address = address
         self.session = session
-        self.is_closed = False
-        self.unsent: Any = b""              # output for which the socket had no room yet
-        # When to disconnect a peer that reads too slowly, or that does not close its side
-        self.deadline = math.inf
-        self.linger_bytes = LINGER_BYTES    # how many bytes of further input we still discard
-        self.events = NO_EVENTS             # what the selector waits for; NO_EVENTS during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
@@ -11872,10 +11737,10 @@ class TcpConnection:
         selector = self.master_server.selector
         if self.events != NO_EVENTS:
             selector.unregister(self.sock)
-        if events == selectors.EVENT_WRITE:
-            selector.register(self.sock, events, self.on_writable)
-        elif events == selectors.EVENT_READ:
-            selector.register(self.sock, events, self.on_readable)
+        if events != NO_EVENTS:
+            is_reading = events == selectors.EVENT_READ
+            on_ready = self.on_readable if is_reading else self.on_writable
+            selector.register(self.sock, events, on_ready)
         self.events = events
 
     def on_readable(self, now):
@@ -11985,15 +11850,15 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session,
-        unless it has timed out meanwhile and has answered 503 already."""
+        """Pass the result of the session's job, or the exception that it raised, to the session."""
+        # Otherwise it has timed out meanwhile, and has answered 503 already
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
-        """Close the connection if its deadline is over. Otherwise let the session send a greeting
-        that is due, or time out. This is called every LOOK_S."""
+        """Close the connection after its deadline. Otherwise let the session send a greeting that
+        is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
@@ -12149,15 +12014,15 @@ def bound_output(connections, now):
 class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
+    is_paused = False                   # True until the next tick after descriptors ran out
+
     def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
-        self.uses_tls = uses_tls
         self.master_server = master_server
-        self.name = name
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # True until the next tick after descriptors ran out
+        self.uses_tls = uses_tls
 
     def on_readable(self, now):
         health = self.master_server.health
@@ -12182,7 +12047,9 @@ class TcpListener:
                 continue
             health.pop("descriptors", None)
             address, *_ = peer
-            self.accept(sock, canonical_address(address), now)
+            if ":" in address:
+                address = canonical_address(address)
+            self.accept(sock, address, now)
 
     def tick(self, now):
         if self.is_paused:
@@ -12206,7 +12073,11 @@ class TcpListener:
         else:
             self.tally.connections += 1
             session = protocol.session(address, now)
-        self.make_room(now)
+
+        max_connections = min(master_server.settings["limits.connections_total"],
+                              master_server.max_descriptors - DESCRIPTORS_KEPT)
+        while len(master_server.connections) >= max(1, max_connections):
+            self.close_least_needed(now)
         sock.setblocking(False)
         if self.uses_tls:
             sock = TlsSocket(sock, master_server.certificate.context)
@@ -12231,22 +12102,16 @@ class TcpListener:
             return True
         return not rules.connection_limiter.allow(address, now)
 
-    def make_room(self, now):
-        """Close as many connections as it takes to have room for a new one.
-
-        First those that have had their whole answer, then those that have been idle for longest.
-        Connections of game servers that publish themselves are the last choice."""
-        master_server = self.master_server
-        connections = master_server.connections         # the one idle for longest comes first
-        max_connections = min(master_server.settings["limits.connections_total"],
-                              master_server.max_descriptors - DESCRIPTORS_KEPT)
-        while connections and len(connections) >= max_connections:
-            answered = (connection for connection in connections
-                        if connection.session.done and not connection.unsent)
-            clients = (connection for connection in connections if not connection.session.kept)
-            least_needed = next(itertools.chain(answered, clients, connections))
-            least_needed.tally.limited += 1
-            least_needed.close(now)
+    def close_least_needed(self, now):
+        """Close a connection: one that has had its whole answer, or else the one that has been idle
+        for longest. Connections of game servers that publish themselves are the last choice."""
+        connections = self.master_server.connections    # the one idle for longest comes first
+        answered = (connection for connection in connections
+                    if connection.session.done and not connection.unsent)
+        clients = (connection for connection in connections if not connection.session.kept)
+        least_needed = next(itertools.chain(answered, clients, connections))
+        least_needed.tally.limited += 1
+        least_needed.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
@@ -12533,8 +12398,8 @@ WEBHOOK_S = 10.0                    # the timeout of one attempt
 WEBHOOK_TRIES = 3                   # how many attempts a message gets
 WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
-# How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
-# any number of players for each
+# How many messages a source gets at once, and again within [notify] again_after. It can list 32
+# servers, and claim any number of players for each
 NEWS_PER_SOURCE = 2
 
 
@@ -12631,12 +12496,8 @@ class News:
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
-        self.departed = []                          # keys of those that left since the last tick
-        # The times of messages: of the last one about each server, of the last few about servers of
-        # each source, and of the last NEWS_PER_MINUTE of all
-        self.sent_at = collections.OrderedDict()
-        self.sent_by_source = collections.OrderedDict()
-        self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
+        self.sent_at = collections.OrderedDict()    # when the last message about a server was sent
+        self.all_limiter = Limiter((NEWS_PER_MINUTE / MINUTE, NEWS_PER_MINUTE))
         gauges["news_dropped_total"] = 0
         self.read(settings)
 
@@ -12644,6 +12505,8 @@ class News:
         """Apply these settings. A webhook whose line in the ini has not changed keeps its waiting
         messages. The other old webhooks are dismissed."""
         self.settings = settings
+        per_second = NEWS_PER_SOURCE / max(1.0, settings["notify.again_after"])
+        self.source_limiter = Limiter((per_second, NEWS_PER_SOURCE), self.registry.rules.verdict)
         old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
@@ -12656,21 +12519,16 @@ class News:
                 hook.dismiss()
 
     def tick(self, now):
-        """Forget the servers that have left, but not those that were listed again at once, because
-        another master has heard them too."""
         self.now = now
-        for key in self.departed:
-            if self.registry.get(*key) is None:
-                self.below_threshold.discard(key)
-        self.departed.clear()
 
     def note(self, event, server):
-        """Remember a server that has fewer players than [notify] players, and publish a message as
-        soon as it has so many. `event` is "listed", "changed" or "gone"."""
+        """Remember a server that has fewer players than [notify] players, and publish a message
+        when it has so many. `event` is "listed", "changed" or "gone" in the last second."""
         key = server.key
         if event == "gone":
-            if key in self.below_threshold:
-                self.departed.append(key)
+            # Another master may have heard it too. Then it was listed again at once
+            if self.registry.get(*key) is None:
+                self.below_threshold.discard(key)
             return
         if not server.confirmed or not server.responding:
             # The server may come back with many players, but that is not news
@@ -12691,7 +12549,6 @@ class News:
         enough."""
         settings, now = self.settings, self.now
         games = settings["notify.games"]
-        again_after = settings["notify.again_after"]
         if not self.hooks or (games and server.game not in games):
             return False
         if settings["notify.official_only"] and not server.official:
@@ -12700,34 +12557,24 @@ class News:
         if not self.follows(server, now):
             return False
         never = -math.inf
-        if now - self.sent_at.get(server.key, never) < again_after:
+        if now - self.sent_at.get(server.key, never) < settings["notify.again_after"]:
             return False
         # Otherwise a stranger could list many servers with invented players, and fill the channel
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = self.sent_by_source.get(key, ())
-            recent_times = [sent_at for sent_at in sent_times if now - sent_at < again_after]
-            if len(recent_times) >= limit and not self.registry.rules.exempts(server.source):
-                return False
-        return True
+        return self.source_limiter.allow(server.source, now)
 
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
         master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
         now, sends = self.now, self.sends(self.now)
-        times = self.recent_message_times
-        if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
+        if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        times.append(now)
         keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = (*self.sent_by_source.get(key, ()), now)
-            keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
         until = time.monotonic() + 2 * MINUTE
-        entry = server_json(server, PRIVATE_FIELDS)
+        entry = server_json(server)
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
@@ -14118,6 +13965,16 @@ LOGGED_EVENTS = 20                  # lines a second for servers that come and g
 ANY_FREE_PORT = 0
 
 
+class Service(NamedTuple):
+    """What listens on the ports of one setting."""
+
+    name: str
+    transport: str                  # "udp" or "tcp"
+    setting: str                    # its port, or ports; "" for any free port
+    protocol: Any                   # a UdpProtocol or a TcpProtocol
+    offset: int = 0                 # is added to the port in the setting
+
+
 class MasterServer:
     """The running program. Another program can embed it:
 
@@ -14145,7 +14002,6 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
-    next_certificate_warning = 0.0
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
@@ -14171,7 +14027,7 @@ class MasterServer:
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
         # What is called once a second, and after a reload
-        self.protocols = [self.news]
+        self.protocols: List[Any] = [self.news]
         self.udp_sockets, self.tcp_listeners = [], []
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
         self.tick_sockets = {}
@@ -14341,7 +14197,7 @@ class MasterServer:
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
-            self.guarded(self.check_certificate, now, time.time())
+            self.guarded(self.check_certificate, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         self.tell_changes()
@@ -14361,9 +14217,9 @@ class MasterServer:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
-    def check_certificate(self, now, wall):
-        """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
-        day in the log. `now` and `wall` are the same moment by both clocks."""
+    def check_certificate(self, wall):
+        """Tell in /metrics when the certificate expires, and warn in time in /healthz and the log.
+        """
         expires = self.certificate.expires
         left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
@@ -14371,14 +14227,11 @@ class MasterServer:
         # after their begin. So with 14 days left, something is wrong
         if left_s > 14 * DAY:
             self.health.pop("certificate", None)
-            return
-        trouble = "the certificate for HTTPS has expired"
-        if left_s > 0:
-            trouble = "the certificate for HTTPS expires on %s" % utc_datetime(expires).date()
-        self.health["certificate"] = trouble
-        if now >= self.next_certificate_warning:
-            self.next_certificate_warning = now + DAY
-            log.warning("%s; renew [http] certificate", trouble)
+        elif left_s > 0:
+            report(self.health, "certificate", "the certificate for HTTPS expires on %s; renew "
+                   "[http] certificate" % utc_datetime(expires).date())
+        else:
+            report(self.health, "certificate", "the certificate for HTTPS has expired")
 
     def tick_protocol(self, protocol, now):
         for data, peer in protocol.tick(now) or ():
@@ -14467,42 +14320,33 @@ class MasterServer:
 
         Raise StartError if ports cannot be bound. It names all of them, because another program
         often holds several."""
-        problems = []
+        services = []
+        rooms = {}
         for room in self.rooms.values():
             if not room.is_on(self.settings):
                 continue
+            rooms[room.game] = room
             for port in room.ports:
                 protocol = port.make(room)
-                service = Service(room.game, port.transport, room.game + ".port", port.offset)
-                problems += self.open_sockets(service, protocol)
+                services.append(Service(
+                    room.game, port.transport, room.game + ".port", protocol, port.offset))
                 if protocol is not room:
                     self.protocols.append(protocol)
             self.protocols.append(room)
         web = Web(self)
-        problems += self.open_sockets(Service("http", "tcp", "http.ports"), web)
-        tls_service = Service("https", "tcp", "http.https_ports", uses_tls=True)
-        problems += self.open_sockets(tls_service, web)
-        problems += self.open_sockets(Service("poll", "udp", ""), self.poller)
+        services.append(Service("http", "tcp", "http.ports", web))
+        services.append(Service("https", "tcp", "http.https_ports", web))
+        services.append(Service("poll", "udp", "", self.poller))
         # The poller comes last, because its tick then queries servers that the others have named
         self.protocols += [web, self.poller]
+        problems = []
+        for service in services:
+            problems += self.open_sockets(service)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            rooms = {room.game: room for room in self.rooms.values() if room.is_on(self.settings)}
             self.saved_list.restore(time.monotonic(), time.time(), rooms)
-
-    def ports_of(self, service):
-        """Return a tuple of the ports in a Service's setting; ANY_FREE_PORT may be one of them.
-        Return () if the setting is empty, which switches it off."""
-        if not service.setting:
-            return (ANY_FREE_PORT,)
-        value = self.settings[service.setting]
-        if value is None:
-            return ()
-        if isinstance(value, tuple):
-            return value
-        return (value,)
 
     def send(self, data, peer):
         """Send a datagram at once, from the poller's port."""
@@ -14513,51 +14357,54 @@ class MasterServer:
         is no database."""
         return self.saved_list.hourly_players if self.saved_list else {}
 
-    def open_sockets(self, entry, protocol):
-        """Bind a protocol's sockets: one for each port of its Service at each address of the
-        setting [server] bind. Return a list with an error message for each one that cannot be
-        bound."""
+    def open_sockets(self, service):
+        """Bind a socket for each port of a Service at each address of the setting [server] bind.
+
+        Return a list with an error message for each one that cannot be bound."""
         problems = []
-        ports = self.ports_of(entry)
+        ports = self.settings[service.setting] if service.setting else ANY_FREE_PORT
+        if ports is None:               # the setting is empty, which switches the service off
+            ports = ()
+        elif not isinstance(ports, tuple):
+            ports = (ports,)
         hosts = self.settings["server.bind"]
-        for base_port, host in itertools.product(ports, hosts):
-            if protocol.ipv4_only and ":" in host:
+        for port, host in itertools.product(ports, hosts):
+            if service.protocol.ipv4_only and ":" in host:
                 continue
-            port = base_port
-            if base_port != ANY_FREE_PORT:
-                port += entry.offset
+            if port != ANY_FREE_PORT:
+                port += service.offset
             try:
-                self.open_socket(entry, protocol, host, port)
+                self.open_socket(service, host, port)
             except OSError as error:
                 # Without IPv6 on this machine, the other addresses are enough
                 may_lack_ipv6 = host == "::" and len(hosts) > 1
                 if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
-                    log.info("%s: no IPv6 on this machine: %s", entry.name, error)
+                    log.info("%s: no IPv6 on this machine: %s", service.name, error)
                     continue
-                section, key = (entry.setting or "server.bind").split(".")
+                section, key = (service.setting or "server.bind").split(".")
                 problems.append(
                     "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
-                        entry.name, entry.transport.upper(), endpoint_text(host, port),
+                        service.name, service.transport.upper(), endpoint_text(host, port),
                         error.strerror or error, section, key))
         return problems
 
-    def open_socket(self, entry, protocol, host, port):
+    def open_socket(self, service, host, port):
         """Bind one socket and serve a protocol there. Raise OSError."""
+        name, transport, _, protocol, _ = service
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        sock = bound_socket(family, entry.transport, host, port)
+        sock = bound_socket(family, transport, host, port)
         bound_host, bound_port, *_ = sock.getsockname()
-        self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
-        tally = self.tallies.setdefault(entry.name, Tally())
-        if entry.transport == "tcp":
-            owner: Any = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
+        self.listeners.append(Listener(name, transport, bound_host, bound_port))
+        tally = self.tallies.setdefault(name, Tally())
+        if transport == "tcp":
+            owner: Any = TcpListener(self, name, sock, protocol, tally, uses_tls=name == "https")
             self.tcp_listeners.append(owner)
         else:
             limiter = self.rules.datagram_limiter
             if protocol is self.poller:             # it receives answers to our own queries
                 limiter = self.rules.answer_limiter
-            owner = UdpSocket(
-                entry.name, sock, protocol, tally, limiter, self.registry, self.vector)
+            owner = UdpSocket(name, sock, protocol, tally, limiter, self.registry, self.vector)
             self.udp_sockets.append(owner)
             self.tick_sockets.setdefault((protocol, is_ipv6), owner)
         self.selector.register(sock, selectors.EVENT_READ, owner.on_readable)
@@ -14609,7 +14456,6 @@ class MasterServer:
             return
         self.health.pop("new certificate", None)
         if result.expires != self.certificate.expires:
-            self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(result.expires).date())
         self.certificate = result
@@ -15314,7 +15160,7 @@ def command_notify(arguments):
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
                     name="A test of the news")
-    entry = with_times(server_json(server, PRIVATE_FIELDS), server, time.time(), "")
+    entry = with_times(server_json(server), server, time.time(), "")
     titles = {**GAME_TITLES, **settings["games"]}
     status = EXIT_OK
     for name in arguments.name or webhooks or [""]:
