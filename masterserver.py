@@ -1883,7 +1883,9 @@ class Registry:
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
         # PacketOutcomes by source, protocol and announced port
         self.outcomes = Turns(OUTCOMES_KEPT)
-        self.outcome_limiter = Limiter((OUTCOMES_PER_S, OUTCOMES_PER_S))
+        # When the present second ends, and how many outcomes may still be recorded in it
+        self.outcomes_until = 0.0
+        self.outcomes_left = 0
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -1989,10 +1991,8 @@ class Registry:
         ban_reason = rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
-        if not name or name == endpoint_text(address, port):
-            return
         for pattern in rules.refuse_names:
-            if pattern.search(name):
+            if name and pattern.search(name) and name != endpoint_text(address, port):
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
@@ -2201,7 +2201,11 @@ class Registry:
 
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
-        if self.outcome_limiter.allow("", now):
+        if now >= self.outcomes_until:
+            self.outcomes_until = now + 1.0
+            self.outcomes_left = OUTCOMES_PER_S
+        if self.outcomes_left > 0:
+            self.outcomes_left -= 1
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
 
@@ -2214,11 +2218,14 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     """Return these attributes of Server, with the numbers of players limited to the maximum.
 
     The other parameters are the present values of those that `fields` may lack."""
-    maximum = fields.get("max_players", max_players) or PLAYERS_MAX
-    players = max(0, min(fields.get("players", players), maximum))
-    playing = fields.get("playing", playing)
+    told_players = fields.get("players", players)
+    told_playing = fields.get("playing", playing)
+    players = max(0, min(told_players, fields.get("max_players", max_players) or PLAYERS_MAX))
+    playing = told_playing
     if playing is not None:
         playing = max(0, min(playing, players))
+    if (players, playing) == (told_players, told_playing):
+        return fields
     return {**fields, "players": players, "playing": playing}
 
 
@@ -2301,9 +2308,7 @@ class RenderedList:
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
 # servers from the registry to the file and back. Database knows only sqlite3 and the name of its
 # file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
-# the disk thread calls it, except at the start and at the end of the program. Trouble, such as a
-# full disk, a lock, or damage, is raised as sqlite3.Error, and the next call opens the file again.
-# It renames a damaged file first, and begins a new one.
+# the disk thread calls it, except at the start and at the end of the program.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
@@ -2312,8 +2317,7 @@ WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
 
 class BlockForm(NamedTuple):
-    """How player counts of one resolution are stored. A block, which is one row of the table, holds
-    all samples of `covers` seconds.
+    """How player counts of one resolution are stored: as blocks, each a row of the table.
 
     A sample is one number for a minute, and two for longer steps: mean and peak. A number has 16
     bits, little-endian. 0 means that the server was away, n + 1 means n players.
@@ -2330,7 +2334,6 @@ class BlockForm(NamedTuple):
     numbers: struct.Struct              # those of a block
 
     def block_start(self, sample_time):
-        """Return the start time of the block that holds the sample of this time."""
         return sample_time // self.covers * self.covers
 
     def oldest_kept(self, wall):
@@ -2339,9 +2342,8 @@ class BlockForm(NamedTuple):
         return self.block_start(int(wall) - self.kept - HOUR)
 
     def counts(self, blocks, times):
-        """Return the Counts at a range of times, means and peaks, from blocks by their start times.
-
-        A block that is missing has no samples."""
+        """Return the means and the peaks at a range of times, both Counts, from blocks by their
+        start times."""
         first_start = self.block_start(times.start)
         no_samples = bytes(self.numbers.size)
         numbers: List[int] = []
@@ -2369,8 +2371,6 @@ SPANS = {
     "year": (HOUR, YEAR),
 }
 
-STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
-
 # The table `server` holds every server that was seen in the last year. A row with address '' and
 # port 0 stands for all servers of a game together. In a row with game '', the port is a number that
 # identifies this installation; one with port -1 is of an earlier version, and is not used any more.
@@ -2380,9 +2380,8 @@ STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 #
 # The table `block` is sorted by time first, so the samples of one minute lie together, and so do
 # those that have become too old. AUTOINCREMENT never uses an id twice, so a new server cannot get
-# the blocks of a forgotten one. No column is declared NOT NULL, so rows from outside cannot violate
-# a constraint, and a violated constraint means that the file is damaged. PRAGMA user_version = 1 is
-# the version of the tables and of the bytes in a block
+# the blocks of a forgotten one. PRAGMA user_version = 1 is the version of the tables and of the
+# bytes in a block
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -2417,9 +2416,8 @@ class ListedRow(NamedTuple):
 
 def read_row(columns: Iterable[Any]) -> ListedRow:
     """Return the ListedRow in these columns, which come from the file or from another master.
-
-    `fields` may be JSON. Raise TypeError or ValueError if a value is not what it has to be; SQLite
-    itself stores values of any type in any column."""
+    `fields` may be JSON. Raise TypeError or ValueError if a value is of another type: SQLite stores
+    any in any column."""
     row = ListedRow(*columns)
     if isinstance(row.fields, str):
         row = row._replace(fields=read_fields(row.fields))
@@ -2429,7 +2427,6 @@ def read_row(columns: Iterable[Any]) -> ListedRow:
 
 
 def read_fields(text: str) -> Dict[str, Any]:
-    """Return the attributes of Server in the column `fields`. Raise TypeError or ValueError."""
     fields = json.loads(text)
     if isinstance(fields, list):
         fields = dict(zip(FIRST_FIELDS, fields))
@@ -2453,11 +2450,10 @@ DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 class Series(NamedTuple):
-    """Player counts at regular times: from `start` on, in seconds since 1970, one every `step`
-    seconds."""
+    """Player counts at regular times."""
 
-    start: int
-    step: int
+    start: int                          # seconds since 1970
+    step: int                           # seconds
     means: Counts
     peaks: Counts
 
@@ -2471,9 +2467,7 @@ class Remembered(NamedTuple):
 
 
 def mean_and_peak(numbers):
-    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0.
-
-    A number of 0 means that the server was away, and does not count."""
+    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0."""
     present = [number for number in numbers if number != 0]
     if not present:
         return 0, 0
@@ -2482,24 +2476,22 @@ def mean_and_peak(numbers):
 
 
 def series_times(step, length, wall):
-    """Return the times of a series that lasts `length` seconds, a range.
-
-    It ends with the last step whose sample is certainly stored, so that it never ends with a gap
-    that is filled later. The sample of the present minute may not have come yet. Samples of longer
-    steps are computed with the first sample of each quarter of an hour, which may be a minute
-    late."""
-    latest_delay_s = MINUTE
+    """Return the times of a series that lasts `length` seconds, a range. It ends with the last step
+    whose sample is certainly stored, so that it never ends with a gap that is filled later."""
+    delay_s = MINUTE
     if step > MINUTE:
-        latest_delay_s += QUARTER
-    end = (int(wall) - latest_delay_s) // step * step + step
+        # It is computed with the first sample of each quarter of an hour
+        delay_s += QUARTER
+    end = (int(wall) - delay_s) // step * step + step
     return range(end - length, end, step)
 
 
 class Database:
     """One SQLite file with the list and the history.
 
-    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. The call that finds damage does not rename the file itself, because its
+    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. The next
+    call opens the file again, so it finds out whether the trouble has ended. It renames a damaged
+    file first, and begins a new one. The call that finds the damage cannot do that, because its
     exception keeps the file open, and Windows does not rename open files."""
 
     def __init__(self, path):
@@ -2508,20 +2500,15 @@ class Database:
         self.path = os.path.realpath(path)
         self._db: Optional[sqlite3.Connection] = None
         self._is_damaged = False
-        self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the number of the quarter of an hour of the last sample
 
     def close(self):
-        """Close the file. An open transaction is rolled back."""
         if self._db is not None:
             self._db.close()
             self._db = None
 
     @contextlib.contextmanager
     def _transaction(self):
-        """Open the file, unless it is open, and yield the connection for one transaction.
-
-        After an exception, the next call finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 yield db
@@ -2533,19 +2520,20 @@ class Database:
             raise
 
     def _open(self):
-        if self._is_damaged:
-            called_at = datetime.fromtimestamp(self._wall, timezone.utc)
-            new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+        if self._is_damaged and os.path.exists(self.path):
+            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
             for suffix in ("-wal", "-shm", "-journal", ""):
                 if os.path.lexists(self.path + suffix):
                     os.replace(self.path + suffix, new_path + suffix)
-            self._is_damaged = False
             log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
                         new_path)
-        # With this isolation level a transaction begins with the first statement that writes
-        db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
+        self._is_damaged = False
+        # SQLite waits so many seconds for another program's lock. With this isolation level a
+        # transaction begins with the first statement that writes
+        db = self._db = sqlite3.connect(self.path, timeout=0.2, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
         version, = db.execute("PRAGMA user_version").fetchone()
@@ -2567,20 +2555,18 @@ class Database:
 
     # The list
 
-    def load(self, wall):
-        """Return the ListedRow of each listed server, as it was passed to save(). Only first_seen
-        may differ: it is the time at which the server was first seen at all."""
-        self._wall = wall
+    def load(self):
+        """Return the ListedRow of each listed server, as it was passed to save(), but with the time
+        at which the server was first seen at all."""
         with self._transaction() as db:
             return [read_row(columns) for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
                 " FROM listed JOIN server ON id = server ORDER BY server")]
 
     def save(self, rows, departed):
-        """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
-
-        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list. Of these, the name and the times are remembered."""
+        """Store changes of the list in one transaction: `rows` are the ListedRows of new and
+        changed servers, `departed` the keys of servers that have left the list. Of these, the name
+        and the times are remembered. To encode 10,000 rows takes 60 ms."""
         values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
         with self._transaction() as db:
             for key in departed:
@@ -2632,13 +2618,11 @@ class Database:
     # The history
 
     def add_samples(self, wall, samples):
-        """Store the player counts of one minute. A second call in the same minute replaces them.
+        """Store the player counts of one minute. `samples` has a tuple (game, address, port,
+        players) for each server that responds, and one with address "" and port 0 for each game.
 
-        `samples` has a tuple (game, address, port, players) for each server that responds, and one
-        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
-        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
-        None."""
-        self._wall = wall
+        If a quarter of an hour has ended, also compute the samples of longer steps, delete old
+        ones, and return hourly_players(). Otherwise return None."""
         minute = int(wall) // MINUTE * MINUTE
         # The comparison with != also notices a quarter that the clock has gone back to
         quarter_ended = minute // QUARTER != self._quarter
@@ -2662,10 +2646,8 @@ class Database:
         return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """Return the player counts of a server for one of the SPANS, as a Series.
-
-        With address "" and port 0, return those of a whole game. In a series of minutes, means and
-        peaks are the same."""
+        """Return the Series of a server or, with address "" and port 0, of a game, for one of the
+        SPANS. In a series of minutes, means and peaks are the same."""
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
@@ -2679,9 +2661,8 @@ class Database:
         return Series(times.start, step, means, peaks)
 
     def hourly_players(self, wall):
-        """Return the mean player counts of the last 24 hours, a list of 24 by key.
-
-        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        """Return the mean player counts of the last 24 hours, a list of 24 by key, of all servers
+        that were there, and of each game by (game, "", 0)."""
         form = BLOCK_FORMS[HOUR]
         times = series_times(HOUR, DAY, wall)
         blocks = collections.defaultdict(dict)
@@ -2718,17 +2699,14 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        samples_before = (first_time - start) // form.step
-        bytes_before = samples_before * form.sample_size * 2
+        bytes_before = (first_time - start) // form.step * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
 
     def _roll_up(self, db, minute):
-        """Compute the samples of quarters and hours from the latest blocks of minutes.
-
-        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        Computing the same samples again does no harm."""
+        """Compute the samples of quarters and hours from the latest blocks of minutes, without
+        those that were written while the clock ran ahead."""
         hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
                            (MINUTE, minute)).fetchone()
         for server_id, block in db.execute(
@@ -2742,10 +2720,9 @@ class Database:
             self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _drop_old(self, db, minute):
-        """Delete samples that are too old, and servers not seen for a year.
-
-        Nothing is deleted unless each of the last 24 hours has a sample. Otherwise a clock that
-        runs two years ahead, until NTP sets it, would make all stored samples too old."""
+        """Delete samples that are too old, and servers not seen for a year."""
+        # A clock may run two years ahead until NTP sets it. So nothing is deleted unless each of
+        # the last 24 hours has a sample
         hour = BLOCK_FORMS[MINUTE].block_start(minute)
         for start in range(hour - DAY, hour, HOUR):
             sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
@@ -2761,11 +2738,9 @@ class Database:
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
     def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them together.
-
-        Those that were here for the shortest time go first. So a stranger who lists one server
-        after another, or renames one again and again, neither drives out old servers nor fills the
-        disk."""
+        """Forget servers that are not listed, and games, if there are too many of them together:
+        those first that were here for the shortest time. So a stranger who lists one server after
+        another neither drives out old servers nor fills the disk."""
         # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
         excess = db.execute(
             "SELECT id, first_seen FROM server"
@@ -2792,11 +2767,10 @@ RESTORED_S = 60.0
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored, with their types. Those that a later version of this
-# program has stored are left out when they are read
+# The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
-    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified"), str),
-    **dict.fromkeys(("source", "found_at"), str),
+    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified", "source",
+                     "found_at"), str),
     **dict.fromkeys(("players", "max_players", "playing"), int),
     **dict.fromkeys(("responding", "pinned"), bool),
     "details": dict,
@@ -2804,8 +2778,7 @@ STORED_FIELDS: Dict[str, type] = {
 
 
 def listed_row(server, epoch, rooms):
-    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock.
-
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock,
     `rooms` has the games of section 10 by their ids."""
     fields = {name: getattr(server, name) for name in STORED_FIELDS}
     if server.room in rooms:
@@ -2820,12 +2793,12 @@ def listed_row(server, epoch, rooms):
 
 
 def restored_server(row, now, wall, rooms):
-    """Return the Server that a ListedRow describes, marked as unconfirmed.
+    """Return the Server that a ListedRow describes, marked as unconfirmed, or None if the row has
+    impossible values. Raise Malformed if a private attribute of a room has.
 
-    `now` and `wall` are the same moment by the monotonic and by the wall clock. `rooms` has the
-    games of section 10 by their ids. The values are cleaned again, because another master may have
-    written them; one of the wrong type is left out. Return None if the row has impossible values,
-    and raise Malformed if a private attribute of a room has."""
+    `now` and `wall` are the same moment by the monotonic and by the wall clock. The values are
+    cleaned again, because another master may have written them; one of the wrong type is left
+    out."""
     fields = {}
     for name, expected_type in STORED_FIELDS.items():
         value = row.fields.get(name)
@@ -2861,9 +2834,8 @@ def restored_server(row, now, wall, rooms):
 
 
 def report(health, where, trouble):
-    """Note in Core.health that a part of the program, `where`, does not work.
-
-    /healthz shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
+    """Note in Core.health that a part of the program, `where`, does not work. /healthz shows
+    `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2875,25 +2847,21 @@ class SavedList:
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, rooms):
-        """`disk` is the WorkerThread that calls the Database, `health` is that of Core, `rooms`
-        has the games of section 10."""
         self.database = database
         self.registry = registry
-        self.disk = disk
-        self.health = health
-        self.rooms = rooms
+        self.disk = disk                # the WorkerThread that calls the Database
+        self.health = health            # that of Core
+        self.rooms = rooms              # the games of section 10
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
 
     def restore(self, now, wall, rooms):
-        """List the servers that were listed before the restart, at the start of the program.
-
-        `rooms` has the games that are switched on, by their ids. If the database cannot be read,
-        the list begins empty, and /healthz says why."""
+        """List the servers that were listed before the restart. `rooms` has the games that are
+        switched on. If the database cannot be read, the list begins empty."""
         rows = []
         try:
-            rows = self.database.load(wall)
+            rows = self.database.load()
             self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
@@ -2922,10 +2890,9 @@ class SavedList:
                  registry.total)
 
     def tick(self, now, wall):
-        """Begin a batch, unless one is being written. The event loop calls this once a second.
-
-        A batch has the servers that have changed; once a minute it has all servers, with their
-        player counts: of each that responds, and of each game."""
+        """Begin a batch, unless one is being written: of the servers that have changed or, once a
+        minute, of all servers, with their player counts. The event loop calls this once a second.
+        """
         if self.batch_began is not None:
             # Most batches take milliseconds. Some take seconds, if the disk has to spin up
             if now - self.batch_began >= 10.0:
@@ -2947,9 +2914,8 @@ class SavedList:
             self.save(now, wall, samples)
 
     def save(self, now, wall, samples):
-        """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
-
-        `samples` are those of Database.add_samples(), or empty."""
+        """Let the disk thread write the servers that have changed, and `samples`, which are those
+        of Database.add_samples(), or empty."""
         changed_keys = self.registry.altered
         self.registry.altered = set()
         rows = []
@@ -2968,10 +2934,8 @@ class SavedList:
         self.disk.submit(write, functools.partial(self.on_written, changed_keys))
 
     def on_written(self, keys, result, now):
-        """End a batch that had the servers with these keys.
-
-        `result` is the hourly player counts if the batch has computed them, None if it has not, and
-        an exception if the batch has failed."""
+        """`result` is the hourly player counts if the batch has computed them, None if it has not,
+        and an exception if the batch has failed."""
         self.batch_began = None
         if isinstance(result, Exception):
             # The next batch is to have all servers, and those that left before this one failed
@@ -3153,7 +3117,7 @@ class Form:
         """Return the fields at the beginning of the data, by name. Raise Malformed."""
         if len(data) < self.size:
             raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
-        fields = self.fields._make(self.struct.unpack_from(data))
+        fields = self.fields(*self.struct.unpack_from(data))
         for name, value in self.fixed.items():
             if getattr(fields, name) != value:
                 raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
@@ -3560,7 +3524,7 @@ class Game:
         `fields` holds attributes of Server, `address` the address that it claims, or "". Return the
         Server. Raise Refused if the rules or a limit forbid it."""
         key = self.game, self.rules.listed_address(source, address), port
-        fields = {"room": self.game, **fields}
+        fields["room"] = self.game
         try:
             server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
         except Refused as refused:
@@ -4561,16 +4525,17 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        versions = ICEBALL_VERSIONS.read(data)
-        if versions.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
-            version_error = self.version_error(versions)
+        has_right_length = len(data) == ICEBALL_ANNOUNCEMENT.size
+        announced = (ICEBALL_ANNOUNCEMENT if has_right_length else ICEBALL_VERSIONS).read(data)
+        if announced.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
+            version_error = self.version_error(announced)
             if version_error:
                 return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if len(data) != ICEBALL_ANNOUNCEMENT.size:
+        if not has_right_length:
             return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
                 len(data), ICEBALL_ANNOUNCEMENT.size))
-        port = ICEBALL_ANNOUNCEMENT.read(data).port
+        port = announced.port
         # /check goes on showing a listed server as listed
         if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
             self.registry.record_outcome(source, self.game, port, "announced", now)
