@@ -1883,7 +1883,9 @@ class Registry:
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
         # PacketOutcomes by source, protocol and announced port
         self.outcomes = Turns(OUTCOMES_KEPT)
-        self.outcome_limiter = Limiter((OUTCOMES_PER_S, OUTCOMES_PER_S))
+        # When the present second ends, and how many outcomes may still be recorded in it
+        self.outcomes_until = 0.0
+        self.outcomes_left = 0
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -1989,10 +1991,8 @@ class Registry:
         ban_reason = rules.ban_reason(source, address)
         if ban_reason:
             raise Refused("banned", ban_reason)
-        if not name or name == endpoint_text(address, port):
-            return
         for pattern in rules.refuse_names:
-            if pattern.search(name):
+            if name and pattern.search(name) and name != endpoint_text(address, port):
                 raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
 
     def insert(self, server):
@@ -2201,7 +2201,11 @@ class Registry:
 
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
-        if self.outcome_limiter.allow("", now):
+        if now >= self.outcomes_until:
+            self.outcomes_until = now + 1.0
+            self.outcomes_left = OUTCOMES_PER_S
+        if self.outcomes_left > 0:
+            self.outcomes_left -= 1
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
 
@@ -2214,11 +2218,14 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     """Return these attributes of Server, with the numbers of players limited to the maximum.
 
     The other parameters are the present values of those that `fields` may lack."""
-    maximum = fields.get("max_players", max_players) or PLAYERS_MAX
-    players = max(0, min(fields.get("players", players), maximum))
-    playing = fields.get("playing", playing)
+    told_players = fields.get("players", players)
+    told_playing = fields.get("playing", playing)
+    players = max(0, min(told_players, fields.get("max_players", max_players) or PLAYERS_MAX))
+    playing = told_playing
     if playing is not None:
         playing = max(0, min(playing, players))
+    if (players, playing) == (told_players, told_playing):
+        return fields
     return {**fields, "players": players, "playing": playing}
 
 
@@ -2301,9 +2308,7 @@ class RenderedList:
 # The list of servers and the history of their player counts, in one SQLite file. SavedList carries
 # servers from the registry to the file and back. Database knows only sqlite3 and the name of its
 # file. It is given rows and the wall clock (`wall`, in seconds since 1970), and returns rows. Only
-# the disk thread calls it, except at the start and at the end of the program. Trouble, such as a
-# full disk, a lock, or damage, is raised as sqlite3.Error, and the next call opens the file again.
-# It renames a damaged file first, and begins a new one.
+# the disk thread calls it, except at the start and at the end of the program.
 # ================================================================================================
 
 MINUTE, QUARTER, HOUR, DAY = 60, 900, 3600, 86400
@@ -2312,8 +2317,7 @@ WEEK, MONTH, YEAR = 7 * DAY, 31 * DAY, 366 * DAY
 
 
 class BlockForm(NamedTuple):
-    """How player counts of one resolution are stored. A block, which is one row of the table, holds
-    all samples of `covers` seconds.
+    """How player counts of one resolution are stored: as blocks, each a row of the table.
 
     A sample is one number for a minute, and two for longer steps: mean and peak. A number has 16
     bits, little-endian. 0 means that the server was away, n + 1 means n players.
@@ -2330,7 +2334,6 @@ class BlockForm(NamedTuple):
     numbers: struct.Struct              # those of a block
 
     def block_start(self, sample_time):
-        """Return the start time of the block that holds the sample of this time."""
         return sample_time // self.covers * self.covers
 
     def oldest_kept(self, wall):
@@ -2339,9 +2342,8 @@ class BlockForm(NamedTuple):
         return self.block_start(int(wall) - self.kept - HOUR)
 
     def counts(self, blocks, times):
-        """Return the Counts at a range of times, means and peaks, from blocks by their start times.
-
-        A block that is missing has no samples."""
+        """Return the means and the peaks at a range of times, both Counts, from blocks by their
+        start times."""
         first_start = self.block_start(times.start)
         no_samples = bytes(self.numbers.size)
         numbers: List[int] = []
@@ -2369,8 +2371,6 @@ SPANS = {
     "year": (HOUR, YEAR),
 }
 
-STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
-
 # The table `server` holds every server that was seen in the last year. A row with address '' and
 # port 0 stands for all servers of a game together. In a row with game '', the port is a number that
 # identifies this installation; one with port -1 is of an earlier version, and is not used any more.
@@ -2380,9 +2380,8 @@ STORAGE_BUSY_S = 0.2        # SQLite waits this long for another program's lock
 #
 # The table `block` is sorted by time first, so the samples of one minute lie together, and so do
 # those that have become too old. AUTOINCREMENT never uses an id twice, so a new server cannot get
-# the blocks of a forgotten one. No column is declared NOT NULL, so rows from outside cannot violate
-# a constraint, and a violated constraint means that the file is damaged. PRAGMA user_version = 1 is
-# the version of the tables and of the bytes in a block
+# the blocks of a forgotten one. PRAGMA user_version = 1 is the version of the tables and of the
+# bytes in a block
 SCHEMA = (
     "CREATE TABLE server (id INTEGER PRIMARY KEY AUTOINCREMENT, game TEXT, address TEXT,"
     " port INTEGER, first_seen REAL, last_seen REAL, fields TEXT, UNIQUE (game, address, port))",
@@ -2417,9 +2416,8 @@ class ListedRow(NamedTuple):
 
 def read_row(columns: Iterable[Any]) -> ListedRow:
     """Return the ListedRow in these columns, which come from the file or from another master.
-
-    `fields` may be JSON. Raise TypeError or ValueError if a value is not what it has to be; SQLite
-    itself stores values of any type in any column."""
+    `fields` may be JSON. Raise TypeError or ValueError if a value is of another type: SQLite stores
+    any in any column."""
     row = ListedRow(*columns)
     if isinstance(row.fields, str):
         row = row._replace(fields=read_fields(row.fields))
@@ -2429,7 +2427,6 @@ def read_row(columns: Iterable[Any]) -> ListedRow:
 
 
 def read_fields(text: str) -> Dict[str, Any]:
-    """Return the attributes of Server in the column `fields`. Raise TypeError or ValueError."""
     fields = json.loads(text)
     if isinstance(fields, list):
         fields = dict(zip(FIRST_FIELDS, fields))
@@ -2453,11 +2450,10 @@ DAMAGE_TEXTS = "Could not decode to UTF-8", "unsupported file format"
 
 
 class Series(NamedTuple):
-    """Player counts at regular times: from `start` on, in seconds since 1970, one every `step`
-    seconds."""
+    """Player counts at regular times."""
 
-    start: int
-    step: int
+    start: int                          # seconds since 1970
+    step: int                           # seconds
     means: Counts
     peaks: Counts
 
@@ -2471,9 +2467,7 @@ class Remembered(NamedTuple):
 
 
 def mean_and_peak(numbers):
-    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0.
-
-    A number of 0 means that the server was away, and does not count."""
+    """Return the stored mean and peak of some stored numbers, 0 if all of them are 0."""
     present = [number for number in numbers if number != 0]
     if not present:
         return 0, 0
@@ -2482,24 +2476,22 @@ def mean_and_peak(numbers):
 
 
 def series_times(step, length, wall):
-    """Return the times of a series that lasts `length` seconds, a range.
-
-    It ends with the last step whose sample is certainly stored, so that it never ends with a gap
-    that is filled later. The sample of the present minute may not have come yet. Samples of longer
-    steps are computed with the first sample of each quarter of an hour, which may be a minute
-    late."""
-    latest_delay_s = MINUTE
+    """Return the times of a series that lasts `length` seconds, a range. It ends with the last step
+    whose sample is certainly stored, so that it never ends with a gap that is filled later."""
+    delay_s = MINUTE
     if step > MINUTE:
-        latest_delay_s += QUARTER
-    end = (int(wall) - latest_delay_s) // step * step + step
+        # It is computed with the first sample of each quarter of an hour
+        delay_s += QUARTER
+    end = (int(wall) - delay_s) // step * step + step
     return range(end - length, end, step)
 
 
 class Database:
     """One SQLite file with the list and the history.
 
-    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. It may be
-    called again after that. The call that finds damage does not rename the file itself, because its
+    Every method may raise sqlite3.Error, or OSError if a damaged file cannot be renamed. The next
+    call opens the file again, so it finds out whether the trouble has ended. It renames a damaged
+    file first, and begins a new one. The call that finds the damage cannot do that, because its
     exception keeps the file open, and Windows does not rename open files."""
 
     def __init__(self, path):
@@ -2508,20 +2500,15 @@ class Database:
         self.path = os.path.realpath(path)
         self._db: Optional[sqlite3.Connection] = None
         self._is_damaged = False
-        self._wall = 0.0            # the wall clock at the last call, to name a damaged file
         self._quarter = -1          # the number of the quarter of an hour of the last sample
 
     def close(self):
-        """Close the file. An open transaction is rolled back."""
         if self._db is not None:
             self._db.close()
             self._db = None
 
     @contextlib.contextmanager
     def _transaction(self):
-        """Open the file, unless it is open, and yield the connection for one transaction.
-
-        After an exception, the next call finds out whether the trouble has ended."""
         try:
             with self._db or self._open() as db:
                 yield db
@@ -2533,19 +2520,20 @@ class Database:
             raise
 
     def _open(self):
-        if self._is_damaged:
-            called_at = datetime.fromtimestamp(self._wall, timezone.utc)
-            new_path = self.path + called_at.strftime(".damaged-%Y%m%d-%H%M%S")
+        if self._is_damaged and os.path.exists(self.path):
+            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
             for suffix in ("-wal", "-shm", "-journal", ""):
                 if os.path.lexists(self.path + suffix):
                     os.replace(self.path + suffix, new_path + suffix)
-            self._is_damaged = False
             log.warning("the database was damaged; it has been renamed to %s, and a new one begun",
                         new_path)
-        # With this isolation level a transaction begins with the first statement that writes
-        db = self._db = sqlite3.connect(self.path, timeout=STORAGE_BUSY_S, check_same_thread=False,
+        self._is_damaged = False
+        # SQLite waits so many seconds for another program's lock. With this isolation level a
+        # transaction begins with the first statement that writes
+        db = self._db = sqlite3.connect(self.path, timeout=0.2, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
         version, = db.execute("PRAGMA user_version").fetchone()
@@ -2567,20 +2555,18 @@ class Database:
 
     # The list
 
-    def load(self, wall):
-        """Return the ListedRow of each listed server, as it was passed to save(). Only first_seen
-        may differ: it is the time at which the server was first seen at all."""
-        self._wall = wall
+    def load(self):
+        """Return the ListedRow of each listed server, as it was passed to save(), but with the time
+        at which the server was first seen at all."""
         with self._transaction() as db:
             return [read_row(columns) for columns in db.execute(
                 "SELECT game, address, port, expires, first_seen, listed.last_seen, fields"
                 " FROM listed JOIN server ON id = server ORDER BY server")]
 
     def save(self, rows, departed):
-        """Store changes of the list in one transaction. To encode 10,000 rows takes 60 ms.
-
-        `rows` are the ListedRows of new and changed servers, `departed` the keys of servers that
-        have left the list. Of these, the name and the times are remembered."""
+        """Store changes of the list in one transaction: `rows` are the ListedRows of new and
+        changed servers, `departed` the keys of servers that have left the list. Of these, the name
+        and the times are remembered. To encode 10,000 rows takes 60 ms."""
         values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
         with self._transaction() as db:
             for key in departed:
@@ -2632,13 +2618,11 @@ class Database:
     # The history
 
     def add_samples(self, wall, samples):
-        """Store the player counts of one minute. A second call in the same minute replaces them.
+        """Store the player counts of one minute. `samples` has a tuple (game, address, port,
+        players) for each server that responds, and one with address "" and port 0 for each game.
 
-        `samples` has a tuple (game, address, port, players) for each server that responds, and one
-        with address "" and port 0 for each game. If a quarter of an hour has ended, also compute
-        the samples of longer steps, delete old ones, and return hourly_players(). Otherwise return
-        None."""
-        self._wall = wall
+        If a quarter of an hour has ended, also compute the samples of longer steps, delete old
+        ones, and return hourly_players(). Otherwise return None."""
         minute = int(wall) // MINUTE * MINUTE
         # The comparison with != also notices a quarter that the clock has gone back to
         quarter_ended = minute // QUARTER != self._quarter
@@ -2662,10 +2646,8 @@ class Database:
         return self.hourly_players(wall) if quarter_ended else None
 
     def history(self, game, address, port, span, wall):
-        """Return the player counts of a server for one of the SPANS, as a Series.
-
-        With address "" and port 0, return those of a whole game. In a series of minutes, means and
-        peaks are the same."""
+        """Return the Series of a server or, with address "" and port 0, of a game, for one of the
+        SPANS. In a series of minutes, means and peaks are the same."""
         step, length = SPANS[span]
         form = BLOCK_FORMS[step]
         times = series_times(step, length, wall)
@@ -2679,9 +2661,8 @@ class Database:
         return Series(times.start, step, means, peaks)
 
     def hourly_players(self, wall):
-        """Return the mean player counts of the last 24 hours, a list of 24 by key.
-
-        The keys are those of all servers that were there, and (game, "", 0) for each game."""
+        """Return the mean player counts of the last 24 hours, a list of 24 by key, of all servers
+        that were there, and of each game by (game, "", 0)."""
         form = BLOCK_FORMS[HOUR]
         times = series_times(HOUR, DAY, wall)
         blocks = collections.defaultdict(dict)
@@ -2718,17 +2699,14 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        samples_before = (first_time - start) // form.step
-        bytes_before = samples_before * form.sample_size * 2
+        bytes_before = (first_time - start) // form.step * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
 
     def _roll_up(self, db, minute):
-        """Compute the samples of quarters and hours from the latest blocks of minutes.
-
-        Blocks that begin after `minute` are ignored: they were written while the clock ran ahead.
-        Computing the same samples again does no harm."""
+        """Compute the samples of quarters and hours from the latest blocks of minutes, without
+        those that were written while the clock ran ahead."""
         hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
                            (MINUTE, minute)).fetchone()
         for server_id, block in db.execute(
@@ -2742,10 +2720,9 @@ class Database:
             self._write_samples(db, BLOCK_FORMS[HOUR], hour, server_id, mean_and_peak(minutes))
 
     def _drop_old(self, db, minute):
-        """Delete samples that are too old, and servers not seen for a year.
-
-        Nothing is deleted unless each of the last 24 hours has a sample. Otherwise a clock that
-        runs two years ahead, until NTP sets it, would make all stored samples too old."""
+        """Delete samples that are too old, and servers not seen for a year."""
+        # A clock may run two years ahead until NTP sets it. So nothing is deleted unless each of
+        # the last 24 hours has a sample
         hour = BLOCK_FORMS[MINUTE].block_start(minute)
         for start in range(hour - DAY, hour, HOUR):
             sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
@@ -2761,11 +2738,9 @@ class Database:
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
     def _drop_excess(self, db):
-        """Forget servers that are not listed, and games, if there are too many of them together.
-
-        Those that were here for the shortest time go first. So a stranger who lists one server
-        after another, or renames one again and again, neither drives out old servers nor fills the
-        disk."""
+        """Forget servers that are not listed, and games, if there are too many of them together:
+        those first that were here for the shortest time. So a stranger who lists one server after
+        another neither drives out old servers nor fills the disk."""
         # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
         excess = db.execute(
             "SELECT id, first_seen FROM server"
@@ -2792,11 +2767,10 @@ RESTORED_S = 60.0
 # An infinite lifetime is stored as a day, because a stored time must be finite
 INFINITE_LIFETIME_S = DAY
 
-# The attributes of Server that are stored, with their types. Those that a later version of this
-# program has stored are left out when they are read
+# The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
-    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified"), str),
-    **dict.fromkeys(("source", "found_at"), str),
+    **dict.fromkeys(("name", "mode", "map", "version", "description", "verified", "source",
+                     "found_at"), str),
     **dict.fromkeys(("players", "max_players", "playing"), int),
     **dict.fromkeys(("responding", "pinned"), bool),
     "details": dict,
@@ -2804,8 +2778,7 @@ STORED_FIELDS: Dict[str, type] = {
 
 
 def listed_row(server, epoch, rooms):
-    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock.
-
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock,
     `rooms` has the games of section 10 by their ids."""
     fields = {name: getattr(server, name) for name in STORED_FIELDS}
     if server.room in rooms:
@@ -2820,12 +2793,12 @@ def listed_row(server, epoch, rooms):
 
 
 def restored_server(row, now, wall, rooms):
-    """Return the Server that a ListedRow describes, marked as unconfirmed.
+    """Return the Server that a ListedRow describes, marked as unconfirmed, or None if the row has
+    impossible values. Raise Malformed if a private attribute of a room has.
 
-    `now` and `wall` are the same moment by the monotonic and by the wall clock. `rooms` has the
-    games of section 10 by their ids. The values are cleaned again, because another master may have
-    written them; one of the wrong type is left out. Return None if the row has impossible values,
-    and raise Malformed if a private attribute of a room has."""
+    `now` and `wall` are the same moment by the monotonic and by the wall clock. The values are
+    cleaned again, because another master may have written them; one of the wrong type is left
+    out."""
     fields = {}
     for name, expected_type in STORED_FIELDS.items():
         value = row.fields.get(name)
@@ -2861,9 +2834,8 @@ def restored_server(row, now, wall, rooms):
 
 
 def report(health, where, trouble):
-    """Note in Core.health that a part of the program, `where`, does not work.
-
-    /healthz shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
+    """Note in Core.health that a part of the program, `where`, does not work. /healthz shows
+    `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2875,25 +2847,21 @@ class SavedList:
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
     def __init__(self, database, registry, disk, health, rooms):
-        """`disk` is the WorkerThread that calls the Database, `health` is that of Core, `rooms`
-        has the games of section 10."""
         self.database = database
         self.registry = registry
-        self.disk = disk
-        self.health = health
-        self.rooms = rooms
+        self.disk = disk                # the WorkerThread that calls the Database
+        self.health = health            # that of Core
+        self.rooms = rooms              # the games of section 10
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
 
     def restore(self, now, wall, rooms):
-        """List the servers that were listed before the restart, at the start of the program.
-
-        `rooms` has the games that are switched on, by their ids. If the database cannot be read,
-        the list begins empty, and /healthz says why."""
+        """List the servers that were listed before the restart. `rooms` has the games that are
+        switched on. If the database cannot be read, the list begins empty."""
         rows = []
         try:
-            rows = self.database.load(wall)
+            rows = self.database.load()
             self.hourly_players = self.database.hourly_players(wall)
         except DISK_ERRORS as error:
             report(self.health, "database", error_text(error))
@@ -2922,10 +2890,9 @@ class SavedList:
                  registry.total)
 
     def tick(self, now, wall):
-        """Begin a batch, unless one is being written. The event loop calls this once a second.
-
-        A batch has the servers that have changed; once a minute it has all servers, with their
-        player counts: of each that responds, and of each game."""
+        """Begin a batch, unless one is being written: of the servers that have changed or, once a
+        minute, of all servers, with their player counts. The event loop calls this once a second.
+        """
         if self.batch_began is not None:
             # Most batches take milliseconds. Some take seconds, if the disk has to spin up
             if now - self.batch_began >= 10.0:
@@ -2947,9 +2914,8 @@ class SavedList:
             self.save(now, wall, samples)
 
     def save(self, now, wall, samples):
-        """Begin a batch: let the disk thread write the servers that have changed, and `samples`.
-
-        `samples` are those of Database.add_samples(), or empty."""
+        """Let the disk thread write the servers that have changed, and `samples`, which are those
+        of Database.add_samples(), or empty."""
         changed_keys = self.registry.altered
         self.registry.altered = set()
         rows = []
@@ -2968,10 +2934,8 @@ class SavedList:
         self.disk.submit(write, functools.partial(self.on_written, changed_keys))
 
     def on_written(self, keys, result, now):
-        """End a batch that had the servers with these keys.
-
-        `result` is the hourly player counts if the batch has computed them, None if it has not, and
-        an exception if the batch has failed."""
+        """`result` is the hourly player counts if the batch has computed them, None if it has not,
+        and an exception if the batch has failed."""
         self.batch_began = None
         if isinstance(result, Exception):
             # The next batch is to have all servers, and those that left before this one failed
@@ -3153,7 +3117,7 @@ class Form:
         """Return the fields at the beginning of the data, by name. Raise Malformed."""
         if len(data) < self.size:
             raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
-        fields = self.fields._make(self.struct.unpack_from(data))
+        fields = self.fields(*self.struct.unpack_from(data))
         for name, value in self.fixed.items():
             if getattr(fields, name) != value:
                 raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
@@ -3560,7 +3524,7 @@ class Game:
         `fields` holds attributes of Server, `address` the address that it claims, or "". Return the
         Server. Raise Refused if the rules or a limit forbid it."""
         key = self.game, self.rules.listed_address(source, address), port
-        fields = {"room": self.game, **fields}
+        fields["room"] = self.game
         try:
             server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
         except Refused as refused:
@@ -4561,16 +4525,17 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        versions = ICEBALL_VERSIONS.read(data)
-        if versions.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
-            version_error = self.version_error(versions)
+        has_right_length = len(data) == ICEBALL_ANNOUNCEMENT.size
+        announced = (ICEBALL_ANNOUNCEMENT if has_right_length else ICEBALL_VERSIONS).read(data)
+        if announced.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
+            version_error = self.version_error(announced)
             if version_error:
                 return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if len(data) != ICEBALL_ANNOUNCEMENT.size:
+        if not has_right_length:
             return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
                 len(data), ICEBALL_ANNOUNCEMENT.size))
-        port = ICEBALL_ANNOUNCEMENT.read(data).port
+        port = announced.port
         # /check goes on showing a listed server as listed
         if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
             self.registry.record_outcome(source, self.game, port, "announced", now)
@@ -11377,16 +11342,6 @@ class StartError(Exception):
     """The server cannot start; the text says what to change."""
 
 
-class Service(NamedTuple):
-    """What listens on the ports of one setting."""
-
-    name: str
-    transport: str                  # "udp" or "tcp"
-    setting: str                    # its port, or ports; "" for any free port
-    offset: int = 0                 # is added to the port in the setting
-    uses_tls: bool = False
-
-
 class Listener(NamedTuple):
     """One bound socket, as the ready file describes it."""
 
@@ -11460,8 +11415,8 @@ class MessageVector:
         self.peer_of = functools.lru_cache(LIMITER_SOURCES)(self.read_sockaddr)
 
     def make_arrays(self):
-        """Return three arrays with DRAIN_DATAGRAMS structs each: mmsghdr, iovec, sockaddr_in. The
-        structs at the same position belong together."""
+        """Return an array of mmsghdr, one of iovec and one of sockaddr_in. The structs at the same
+        position belong together."""
         headers = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.MMSGHDR.size)
         iovecs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.IOVEC.size)
         sockaddrs = ctypes.create_string_buffer(DRAIN_DATAGRAMS * self.SOCKADDR_BYTES)
@@ -11507,7 +11462,7 @@ class MessageVector:
         return packets, peers, sockaddrs
 
     def send(self, sock, answers, tally):
-        """Send a non-empty list of (data, sockaddr) pairs."""
+        """Send a list of (data, sockaddr) pairs, which must not be empty."""
         lengths = [len(data) for data, _ in answers]
         total_bytes = sum(lengths)
         count = len(answers)
@@ -11517,7 +11472,7 @@ class MessageVector:
             self.send(sock, answers[:half], tally)
             self.send(sock, answers[half:], tally)
             return
-        # The datagrams are packed into the buffer without gaps: each starts where the last one ends
+        # Each datagram starts in the buffer where the one before it ends
         self.out_data_bytes[:total_bytes] = b"".join([data for data, _ in answers])
         pointers = itertools.accumulate([ctypes.addressof(self.data)] + lengths[:-1])
         self.out_pointers[:count] = array.array("Q", pointers)
@@ -11557,9 +11512,9 @@ class UdpSocket:
     and otherwise with one system call for each datagram."""
 
     def __init__(self, name, sock, protocol, tally, limiter, registry, vector=None):
-        """`name`: the protocol's name for the log; `vector`: a MessageVector, or None if the system
-        has none. The vector is not used if `sock` or `protocol` does not fit its buffers."""
-        self.name = name
+        """`vector` is a MessageVector, or None if the system has none. It is not used if `sock` or
+        `protocol` does not fit its buffers."""
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
@@ -11629,8 +11584,7 @@ class UdpSocket:
             self.send(answers)
 
     def receive(self):
-        """Read up to DRAIN_DATAGRAMS waiting datagrams, one by one. Return three lists, as
-        MessageVector.receive() does. A reply address is a peer here."""
+        """Do what MessageVector.receive() does, one by one. A reply address is a peer here."""
         packets, peers = [], []
         for _ in range(DRAIN_DATAGRAMS):
             try:
@@ -11646,8 +11600,8 @@ class UdpSocket:
         return packets, peers, peers
 
     def send(self, answers):
-        """Send a list of (data, peer) pairs, one by one. A datagram that cannot be sent is only
-        counted, because its peer will ask again."""
+        """Send a list of (data, peer) pairs. One that cannot be sent is only counted, because its
+        peer will ask again."""
         for data, peer in answers:
             try:
                 self.tally.bytes_out += self.sock.sendto(data, peer)
@@ -11674,6 +11628,13 @@ class TcpConnection:
     and discard what the peer still sends. Closing a socket with unread input would send a reset,
     and the peer could lose the end of the answer."""
 
+    is_closed = False
+    unsent: Any = b""                   # output for which the socket had no room yet
+    # When to disconnect a peer that reads too slowly, or that does not close its side
+    deadline = math.inf
+    linger_bytes = LINGER_BYTES         # how many bytes of further input we still discard
+    events = NO_EVENTS                  # what the selector waits for; NO_EVENTS during a job
+
     def __init__(self, listener, sock, address, session):
         """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
         TlsSocket, from `address`."""
@@ -11683,12 +11644,6 @@ class TcpConnection:
         self.sock = sock
         self.address = address
         self.session = session
-        self.is_closed = False
-        self.unsent: Any = b""              # output for which the socket had no room yet
-        # When to disconnect a peer that reads too slowly, or that does not close its side
-        self.deadline = math.inf
-        self.linger_bytes = LINGER_BYTES    # how many bytes of further input we still discard
-        self.events = NO_EVENTS             # what the selector waits for; NO_EVENTS during a job
         self.wait_for(selectors.EVENT_READ)
 
     def wait_for(self, events):
@@ -11698,10 +11653,10 @@ class TcpConnection:
         selector = self.master_server.selector
         if self.events != NO_EVENTS:
             selector.unregister(self.sock)
-        if events == selectors.EVENT_WRITE:
-            selector.register(self.sock, events, self.on_writable)
-        elif events == selectors.EVENT_READ:
-            selector.register(self.sock, events, self.on_readable)
+        if events != NO_EVENTS:
+            is_reading = events == selectors.EVENT_READ
+            on_ready = self.on_readable if is_reading else self.on_writable
+            selector.register(self.sock, events, on_ready)
         self.events = events
 
     def on_readable(self, now):
@@ -11811,15 +11766,15 @@ class TcpConnection:
             self.master_server.disk.submit(session.job, self.resume)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session,
-        unless it has timed out meanwhile and has answered 503 already."""
+        """Pass the result of the session's job, or the exception that it raised, to the session."""
+        # Otherwise it has timed out meanwhile, and has answered 503 already
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
             self.answer(now, self.session.resume, result)
 
     def tick(self, now):
-        """Close the connection if its deadline is over. Otherwise let the session send a greeting
-        that is due, or time out. This is called every LOOK_S."""
+        """Close the connection after its deadline. Otherwise let the session send a greeting that
+        is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
         elif not self.unsent and not self.session.done:
@@ -11975,15 +11930,15 @@ def bound_output(connections, now):
 class TcpListener:
     """A listening socket and its protocol. It accepts connections, within the limits."""
 
+    is_paused = False                   # True until the next tick after descriptors ran out
+
     def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        """`name`: the protocol's name for the log; `sock`: already listening and non-blocking."""
-        self.uses_tls = uses_tls
         self.master_server = master_server
-        self.name = name
+        self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
         self.tally = tally
-        self.is_paused = False          # True until the next tick after descriptors ran out
+        self.uses_tls = uses_tls
 
     def on_readable(self, now):
         health = self.master_server.health
@@ -12008,7 +11963,9 @@ class TcpListener:
                 continue
             health.pop("descriptors", None)
             address, *_ = peer
-            self.accept(sock, canonical_address(address), now)
+            if ":" in address:
+                address = canonical_address(address)
+            self.accept(sock, address, now)
 
     def tick(self, now):
         if self.is_paused:
@@ -12032,7 +11989,11 @@ class TcpListener:
         else:
             self.tally.connections += 1
             session = protocol.session(address, now)
-        self.make_room(now)
+
+        max_connections = min(master_server.settings["limits.connections_total"],
+                              master_server.max_descriptors - DESCRIPTORS_KEPT)
+        while len(master_server.connections) >= max(1, max_connections):
+            self.close_least_needed(now)
         sock.setblocking(False)
         if self.uses_tls:
             sock = TlsSocket(sock, master_server.certificate.context)
@@ -12057,22 +12018,16 @@ class TcpListener:
             return True
         return not rules.connection_limiter.allow(address, now)
 
-    def make_room(self, now):
-        """Close as many connections as it takes to have room for a new one.
-
-        First those that have had their whole answer, then those that have been idle for longest.
-        Connections of game servers that publish themselves are the last choice."""
-        master_server = self.master_server
-        connections = master_server.connections         # the one idle for longest comes first
-        max_connections = min(master_server.settings["limits.connections_total"],
-                              master_server.max_descriptors - DESCRIPTORS_KEPT)
-        while connections and len(connections) >= max_connections:
-            answered = (connection for connection in connections
-                        if connection.session.done and not connection.unsent)
-            clients = (connection for connection in connections if not connection.session.kept)
-            least_needed = next(itertools.chain(answered, clients, connections))
-            least_needed.tally.limited += 1
-            least_needed.close(now)
+    def close_least_needed(self, now):
+        """Close a connection: one that has had its whole answer, or else the one that has been idle
+        for longest. Connections of game servers that publish themselves are the last choice."""
+        connections = self.master_server.connections    # the one idle for longest comes first
+        answered = (connection for connection in connections
+                    if connection.session.done and not connection.unsent)
+        clients = (connection for connection in connections if not connection.session.kept)
+        least_needed = next(itertools.chain(answered, clients, connections))
+        least_needed.tally.limited += 1
+        least_needed.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
@@ -12095,41 +12050,32 @@ def load_certificate(settings):
 
     Raise SettingsError if they name none, or if its files cannot be used."""
     certificate_path = settings.file("http.certificate")
-    key_path = settings.file("http.key")
-    key_setting = "key" if key_path else "certificate"
-    key_path = key_path or certificate_path
+    key_path = settings.file("http.key") or certificate_path
     if not certificate_path:
         raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
                             "certificate")
     max_bytes = 1 << 20                 # a chain has some 10 kB
-    with naming_tls_file("certificate", certificate_path):
-        expires = certificate_expiry(read_file(certificate_path, max_bytes))
-    with naming_tls_file(key_setting, key_path):
-        key = read_file(key_path, max_bytes)
+    setting, path = "certificate", certificate_path
+    try:
+        expires = certificate_expiry(read_file(path, max_bytes))
+        if key_path != certificate_path:
+            setting, path = "key", key_path
+        key = read_file(path, max_bytes)
         match = re.search(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----", key)
         if not match:
             raise ValueError("there is no private key in it")
         # The older form of an encrypted key has a header field for that
         if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in key:
             raise ValueError("its key asks for a password; store it without one")
-    with naming_tls_file("certificate", certificate_path):
-        context = tls_context(certificate_path, key_path)
-    return Certificate(context, expires)
-
-
-@contextlib.contextmanager
-def naming_tls_file(setting, path):
-    """Turn OSError and ValueError, raised in the `with` block, into a SettingsError that names the
-    setting [http] `setting` and its file."""
-    try:
-        yield
+        setting, path = "certificate", certificate_path
+        return Certificate(tls_context(certificate_path, key_path), expires)
     except (OSError, ValueError) as error:
         trouble = getattr(error, "strerror", None) or error
         raise SettingsError("[http] %s = %s: %s" % (setting, path, trouble)) from None
 
 
 def certificate_expiry(pem):
-    """Return when the first certificate in the bytes of a PEM file expires, in seconds since 1970.
+    """Return when the first certificate in a PEM file expires, in seconds since 1970.
 
     Raise ValueError if there is no certificate in it, or a damaged one."""
     _, _, after_begin = pem.partition(b"-----BEGIN CERTIFICATE-----")
@@ -12235,8 +12181,8 @@ def start_log(settings):
     """Begin to log to the file that the settings name, or else to the terminal.
 
     A thread writes the lines, so the event loop goes on even if the disk hangs, or if somebody
-    selects text in the terminal and so stops its output. Return the logging.Handler that the thread
-    uses. Raise StartError if the log file cannot be opened."""
+    selects text in the terminal. Return the logging.Handler that the thread uses. Raise StartError
+    if the log file cannot be opened."""
     path = settings.file("server.log_file")
     writer: logging.Handler = logging.StreamHandler()
     if path:
@@ -12252,7 +12198,7 @@ def start_log(settings):
     traceback_limiter = Limiter((1, 20))        # a fault must not fill the disk
 
     def has_room(record):
-        """Return False for a line or a traceback beyond the limits, which is dropped."""
+        """Return False for a line that is dropped."""
         if lines.qsize() >= LOG_LINES:
             return False
         all_tracebacks = ""             # one source for the limiter, because they share one limit
@@ -12269,8 +12215,7 @@ def start_log(settings):
 
 
 def end_log():
-    """End start_log()'s work, after the lines that are waiting have been written. If that takes
-    longer than LOG_END_S, the remaining lines may be lost."""
+    """Stop the logging after the lines that are waiting have been written, or after LOG_END_S."""
     for handler in log.handlers[:]:
         listener = getattr(handler, "listener", None)
         if listener:
@@ -12311,10 +12256,10 @@ class HostNames:
         key = source, host, like
         waiters = self.waiters.get(key)
         if source and waiters is None:
-            for counted, limit in zip(source_keys(source), (2, 4)):     # for a source and a /48
-                if self.shares.counts.get(counted, 0) >= limit:
-                    raise Refused("busy", "%d host names that this source has named are being "
-                                          "looked up; try again in a minute" % limit)
+            # Of each source two, of an IPv6 /48 four, as anybody can have one
+            if self.shares.full(source, 2, site_sources=2):
+                raise Refused("busy", "too many host names that this source has named are being "
+                                      "looked up; try again in a minute")
             if len(self.stranger_lookups) >= LOOKUPS:
                 raise Refused("busy", "too many host names are being looked up; try again in a "
                                       "minute")
@@ -12359,8 +12304,8 @@ WEBHOOK_S = 10.0                    # the timeout of one attempt
 WEBHOOK_TRIES = 3                   # how many attempts a message gets
 WEBHOOK_RETRY_S = 5.0               # the pause between attempts, unless the answer names another
 NEWS_PER_MINUTE = 10                # nobody reads more, and receivers have limits
-# How many messages a source gets within [notify] again_after. It can list 32 servers, and claim
-# any number of players for each
+# How many messages a source gets at once, and again within [notify] again_after. It can list 32
+# servers, and claim any number of players for each
 NEWS_PER_SOURCE = 2
 
 
@@ -12457,12 +12402,8 @@ class News:
         self.registry = registry
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
-        self.departed = []                          # keys of those that left since the last tick
-        # The times of messages: of the last one about each server, of the last few about servers of
-        # each source, and of the last NEWS_PER_MINUTE of all
-        self.sent_at = collections.OrderedDict()
-        self.sent_by_source = collections.OrderedDict()
-        self.recent_message_times = collections.deque(maxlen=NEWS_PER_MINUTE)
+        self.sent_at = collections.OrderedDict()    # when the last message about a server was sent
+        self.all_limiter = Limiter((NEWS_PER_MINUTE / MINUTE, NEWS_PER_MINUTE))
         gauges["news_dropped_total"] = 0
         self.read(settings)
 
@@ -12470,6 +12411,8 @@ class News:
         """Apply these settings. A webhook whose line in the ini has not changed keeps its waiting
         messages. The other old webhooks are dismissed."""
         self.settings = settings
+        per_second = NEWS_PER_SOURCE / max(1.0, settings["notify.again_after"])
+        self.source_limiter = Limiter((per_second, NEWS_PER_SOURCE), self.registry.rules.verdict)
         old_hooks = self.hooks
         self.hooks = {}
         for name, line in settings["webhooks"].items():
@@ -12482,21 +12425,16 @@ class News:
                 hook.dismiss()
 
     def tick(self, now):
-        """Forget the servers that have left, but not those that were listed again at once, because
-        another master has heard them too."""
         self.now = now
-        for key in self.departed:
-            if self.registry.get(*key) is None:
-                self.below_threshold.discard(key)
-        self.departed.clear()
 
     def note(self, event, server):
-        """Remember a server that has fewer players than [notify] players, and publish a message as
-        soon as it has so many. `event` is "listed", "changed" or "gone"."""
+        """Remember a server that has fewer players than [notify] players, and publish a message
+        when it has so many. `event` is "listed", "changed" or "gone" in the last second."""
         key = server.key
         if event == "gone":
-            if key in self.below_threshold:
-                self.departed.append(key)
+            # Another master may have heard it too. Then it was listed again at once
+            if self.registry.get(*key) is None:
+                self.below_threshold.discard(key)
             return
         if not server.confirmed or not server.responding:
             # The server may come back with many players, but that is not news
@@ -12517,7 +12455,6 @@ class News:
         enough."""
         settings, now = self.settings, self.now
         games = settings["notify.games"]
-        again_after = settings["notify.again_after"]
         if not self.hooks or (games and server.game not in games):
             return False
         if settings["notify.official_only"] and not server.official:
@@ -12526,29 +12463,19 @@ class News:
         if not self.follows(server, now):
             return False
         never = -math.inf
-        if now - self.sent_at.get(server.key, never) < again_after:
+        if now - self.sent_at.get(server.key, never) < settings["notify.again_after"]:
             return False
         # Otherwise a stranger could list many servers with invented players, and fill the channel
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = self.sent_by_source.get(key, ())
-            recent_times = [sent_at for sent_at in sent_times if now - sent_at < again_after]
-            if len(recent_times) >= limit and not self.registry.rules.exempts(server.source):
-                return False
-        return True
+        return self.source_limiter.allow(server.source, now)
 
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
         master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
         now, sends = self.now, self.sends(self.now)
-        times = self.recent_message_times
-        if len(times) == NEWS_PER_MINUTE and now - min(times) < MINUTE:
+        if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        times.append(now)
         keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
-        for key, limit in source_limits(server.source, NEWS_PER_SOURCE):
-            sent_times = (*self.sent_by_source.get(key, ()), now)
-            keep_latest(self.sent_by_source, key, sent_times[-limit:], KNOWN_SERVERS)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
@@ -12568,8 +12495,8 @@ class News:
 def file_stamps(settings):
     """Return the state of the ini and of the files that it names and that are read again.
 
-    It is a list with a (path, modification time, change time, size) of each, without files that do
-    not exist. The change time shows that the rights to read a file have changed."""
+    It is a list with a (path, modification time, change time, size) of each file that exists. The
+    change time shows that the rights to read a file have changed."""
     stamps = []
     names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
@@ -12637,15 +12564,14 @@ def is_special(path):
 
 
 def adopt_settings(settings, new_settings):
-    """Copy from `new_settings` into `settings` what has changed, and may change while the program
-    runs, also in the texts of files. Log for each of the others that it needs a restart. Return the
+    """Copy from `new_settings` into `settings` what has changed and may change while the program
+    runs, also the texts of files. Log for each other change that it needs a restart. Return the
     names of the settings that were copied."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
-        old_value_and_text = settings[name], settings.texts.get(name)
-        new_value_and_text = new_settings[name], new_settings.texts.get(name)
-        if old_value_and_text == new_value_and_text:
+        is_same_text = settings.texts.get(name) == new_settings.texts.get(name)
+        if settings[name] == new_settings[name] and is_same_text:
             continue
         if setting.live:
             changed_names.append(name)
@@ -12658,9 +12584,8 @@ def adopt_settings(settings, new_settings):
 
 
 def descriptor_limit(raise_to=0):
-    """Return the number of files and sockets that this process may have open.
-
-    If the limit is below `raise_to`, raise it first, as far as the system allows."""
+    """Return the number of files and sockets that this process may have open. If it is below
+    `raise_to`, raise it first, as far as the system allows."""
     if WINDOWS:
         return 512                      # select() of Python on Windows takes no more sockets
     limit = 256                         # macOS's, if the system does not tell it
@@ -12680,12 +12605,11 @@ DOCUMENTATION_ADDRESS_IPV6 = "2001:db8::1"      # reserved by RFC 3849
 
 def own_address(destination=DOCUMENTATION_ADDRESS):
     """Return the address from which this machine sends to a destination, or "" if there is no route
-    to it. By default the destination is the internet.
-
-    Connecting a UDP socket makes the system choose the address, but does not send anything."""
+    to it. By default the destination is the internet."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            # This makes the system choose the address, but does not send anything
             sock.connect((destination, 9))      # any port would do
             address, *_ = sock.getsockname()
             return address
@@ -13562,11 +13486,7 @@ def udp_socket(host, port):
         yield sock
 
 
-def never():
-    return False
-
-
-def converse(conversation, sock, on_step=bool, is_over=never):
+def converse(conversation, sock, on_step=bool, is_over=lambda: False):
     """Drive a conversation over TCP or UDP to its end, and return what it returns.
 
     on_step(step) is told each Send. If is_over() becomes true, the conversation ends, and the
@@ -13574,7 +13494,7 @@ def converse(conversation, sock, on_step=bool, is_over=never):
     other port at the moment."""
     data = None
     deadline = math.inf
-    while True:
+    while not is_over():
         try:
             step = conversation.send(data)
         except StopIteration as stop:
@@ -13585,40 +13505,38 @@ def converse(conversation, sock, on_step=bool, is_over=never):
         for piece in step.data if isinstance(step.data, list) else [step.data]:
             if piece:
                 sock.sendall(piece)
-        data = received_before(deadline, sock, is_over)
-        if is_over():
-            return None
-
-
-def received_before(deadline, sock, is_over):
-    """Return what comes from a socket before the deadline. Return None if nothing comes."""
-    while not is_over():
+        data = None
         left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return None
-        sock.settimeout(min(left_s, STEP_S))
-        with contextlib.suppress(socket.timeout):
-            return sock.recv(RECV_BYTES)
+        while data is None and left_s > 0 and not is_over():
+            sock.settimeout(min(left_s, STEP_S))
+            with contextlib.suppress(socket.timeout):
+                data = sock.recv(RECV_BYTES)
+            left_s = deadline - time.monotonic()
     return None
 
 
-def converse_by_http(conversation, place, on_step=bool, is_over=never):
-    """Drive a conversation over HTTP, as converse() does.
-
-    `place` is that of http_answer()."""
+def converse_by_http(conversation, place, on_step=bool, is_over=lambda: False):
+    """Drive a conversation over HTTP, as converse() does. `place` is that of http_answer()."""
     answer = None
-    while True:
+    while not is_over():
         try:
             step = conversation.send(answer)
         except StopIteration as stop:
             return stop.value
         on_step(step)
-        answer = http_answer(place, step) if step.path else None
-        waits_until = time.monotonic() + (step.wait_s or 0.0)
-        while not step.path and not is_over() and time.monotonic() < waits_until:
-            time.sleep(STEP_S)
-        if is_over():
-            return None
+        answer = None
+        if step.path:
+            answer = http_answer(place, step)
+        else:
+            pause(step.wait_s or 0.0, is_over)
+    return None
+
+
+def pause(seconds, is_over):
+    """Wait for so long, or until is_over() becomes true."""
+    waits_until = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < waits_until:
+        time.sleep(STEP_S)
 
 
 def http_answer(place, step):
@@ -13677,26 +13595,10 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
 # says is where to ask, and nothing else: each address is given to the poller, and a server is
 # listed when it has answered here. It leaves when it no longer answers, whatever the list says.
 
-# The entries of one list that are used
-UPSTREAM_ADDRESSES = 5000
-# The entries after which the thread pauses. To read them takes up to 2 ms. Only one thread of
-# Python runs at a time. Without pauses each datagram that the event loop sends could wait 5 ms for
-# this one
-UPSTREAM_PAUSE_ENTRIES = 10
-UPSTREAM_PAUSE_S = 0.001
-# A list that could not be fetched is tried again after this time, or after the interval if that is
-# shorter
-UPSTREAM_RETRY_S = 60.0
-# The time in which host names in one list are looked up. The others follow at the next fetch
-UPSTREAM_RESOLVE_S = 10.0
-# The servers of all lists that may be queried before their first answer. With more, none would
+UPSTREAM_ADDRESSES = 5000           # the most entries of one list that are used
+# The most servers of all lists that may be queried before their first answer. With more, none would
 # answer sooner: a silent one takes up to 6 s, and the default rate is 500 queries a second
 UPSTREAM_UNANSWERED = 1000
-# The servers that are given to the poller in one tick. To give it 500 takes 10 ms
-UPSTREAM_STEP = 500
-# Found servers fill at most half of [limits] servers. The rest is for servers that announce
-# themselves
-FOUND_SHARE = 2
 
 
 def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
@@ -13733,11 +13635,14 @@ def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
 
 
 def with_pauses(values):
-    """Yield these values, with a pause after every UPSTREAM_PAUSE_ENTRIES of them."""
+    """Yield these values, with a pause after each ten of them.
+
+    To read ten entries takes up to 2 ms. Only one thread of Python runs at a time, so without
+    pauses each datagram that the event loop sends could wait 5 ms for this thread."""
     for count, value in enumerate(values, 1):
         yield value
-        if count % UPSTREAM_PAUSE_ENTRIES == 0:
-            time.sleep(UPSTREAM_PAUSE_S)
+        if count % 10 == 0:
+            time.sleep(0.001)
 
 
 def may_be_queried(address, upstream_address, own_addresses):
@@ -13754,9 +13659,8 @@ def may_be_queried(address, upstream_address, own_addresses):
 def is_near_address(address, own_addresses):
     """Is this an address that is not on the internet, or one of our own?"""
     canonical = canonical_address(address)
-    if canonical in own_addresses:
-        return True
-    return canonical in LOCAL_NETWORKS or canonical in HIDDEN_NETWORKS
+    is_private = canonical in LOCAL_NETWORKS or canonical in HIDDEN_NETWORKS
+    return is_private or canonical in own_addresses
 
 
 def find_own_addresses(settings):
@@ -13770,7 +13674,8 @@ def find_own_addresses(settings):
 
 
 def look_up_names(hosts, host_addresses):
-    """Look up those of the hosts that are names, for at most UPSTREAM_RESOLVE_S.
+    """Look up those of the hosts that are names, for at most 10 s. The others follow at the next
+    fetch.
 
     `host_addresses` is an OrderedDict with the address of each name that was looked up before, ""
     if it has none. New names are looked up first, then those whose last look-up is the oldest.
@@ -13783,7 +13688,7 @@ def look_up_names(hosts, host_addresses):
         if name not in host_addresses:
             host_addresses[name] = ""
             host_addresses.move_to_end(name, last=False)
-    deadline = time.monotonic() + UPSTREAM_RESOLVE_S
+    deadline = time.monotonic() + 10.0
     for name in list(host_addresses):
         if time.monotonic() >= deadline:
             return
@@ -13810,12 +13715,10 @@ class UpstreamList:
 class Upstreams:
     """Fetches the lists of other masters, and has the servers in them queried.
 
-    A thread makes the fetches, because they block. It starts with the first one, so without lists
-    there is no thread. Everything else is done in the event loop, which treats this object like a
-    protocol."""
+    A thread makes the fetches, because they block. Everything else is done in the event loop, which
+    treats this object like a protocol."""
 
     def __init__(self, master_server):
-        """Join a MasterServer, whose protocols exist already."""
         self.master_server = master_server
         self.settings = master_server.settings
         self.registry = master_server.registry
@@ -13831,8 +13734,8 @@ class Upstreams:
     def read(self, settings):
         """Read the lists from the settings, at the start and after a reload.
 
-        What was found at a master that the ini does not name any more leaves. If another list names
-        it too, it is found again at once, as all lists are fetched anew."""
+        Servers that were found at a master which the ini does not name any more leave. All lists
+        are then fetched anew, so those that another list names are found again at once."""
         lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
@@ -13873,7 +13776,7 @@ class Upstreams:
         interval = self.settings["upstream.interval"]
         due = []
         for upstream_list in self.lists:
-            pause_s = min(interval, UPSTREAM_RETRY_S) if upstream_list.trouble else interval
+            pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
             if now >= upstream_list.tried_at + pause_s:
                 due.append(upstream_list)
         if self.is_fetching or not due:
@@ -13889,12 +13792,11 @@ class Upstreams:
     def on_fetched(self, fetched_from, result, now):
         """Take what fetch_upstream() has returned or raised, and begin the next fetch.
 
-        `fetched_from` is the UpstreamList, which the ini may have dropped since. A failure is
-        logged once, until a fetch succeeds."""
+        `fetched_from` is the UpstreamList. A failure is logged once, until a fetch succeeds."""
         self.is_fetching = False
         label = fetched_from.upstream.label
         if fetched_from not in self.lists:
-            pass
+            pass                        # the ini has dropped it since
         elif isinstance(result, Exception):
             reason = clean(error_text(result), OUTCOME_CHARACTERS)
             if not fetched_from.trouble:
@@ -13915,33 +13817,40 @@ class Upstreams:
         """Have the poller query servers that fetches have brought, as many as there is room for.
 
         The lists take turns."""
-        if not any(upstream_list.waiting for upstream_list in self.lists):
+        waiting_lists = [one for one in self.lists if one.waiting]
+        if not waiting_lists:
             return
-        room_left = self.registry.rules.max_servers // FOUND_SHARE - self.registry.found.total
+        # Half of the list is for servers that announce themselves
+        room_left = self.registry.rules.max_servers // 2 - self.registry.found.total
         room_left = min(room_left, UPSTREAM_UNANSWERED)
         for target in self.poller.targets.values():
             if target.why == FOUND and target.room.listed_server(target) is None:
                 room_left -= 1
-        steps_left = UPSTREAM_STEP
-        while steps_left > 0:
-            waiting = [upstream_list for upstream_list in self.lists if upstream_list.waiting]
-            if not waiting:
-                return
-            for upstream_list in waiting:
-                if room_left <= 0:
-                    return
-                steps_left -= 1
-                room = self.rooms[upstream_list.upstream.game]
-                # A ban or a limit refuses it, as it would refuse a server that announces itself
-                with contextlib.suppress(Refused):
-                    if room.query_found(upstream_list.waiting.popleft()) is not None:
-                        room_left -= 1
+        # To give 500 servers to the poller takes 10 ms
+        for upstream_list in itertools.islice(itertools.cycle(waiting_lists), 500):
+            if room_left <= 0 or not upstream_list.waiting:
+                continue
+            room = self.rooms[upstream_list.upstream.game]
+            # A ban or a limit refuses it, as it would refuse a server that announces itself
+            with contextlib.suppress(Refused):
+                if room.query_found(upstream_list.waiting.popleft()) is not None:
+                    room_left -= 1
 
 
 # --- The running program -------------------------------------------------------------------------
 
 LOGGED_EVENTS = 20                  # lines a second for servers that come and go
 ANY_FREE_PORT = 0
+
+
+class Service(NamedTuple):
+    """What listens on the ports of one setting."""
+
+    name: str
+    transport: str                  # "udp" or "tcp"
+    setting: str                    # its port, or ports; "" for any free port
+    protocol: Any                   # a UdpProtocol or a TcpProtocol
+    offset: int = 0                 # is added to the port in the setting
 
 
 class MasterServer:
@@ -13971,7 +13880,6 @@ class MasterServer:
     upstreams: Optional[Upstreams] = None
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
-    next_certificate_warning = 0.0
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
@@ -13997,7 +13905,7 @@ class MasterServer:
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
         # What is called once a second, and after a reload
-        self.protocols = [self.news]
+        self.protocols: List[Any] = [self.news]
         self.udp_sockets, self.tcp_listeners = [], []
         # The UdpSocket from which a protocol's tick() sends, by protocol and whether it is IPv6
         self.tick_sockets = {}
@@ -14167,7 +14075,7 @@ class MasterServer:
         self.gauges.update(loop_delay_max_seconds=self.busy_s, connections=len(self.connections))
         self.busy_s *= 0.99             # a long delay is shown for minutes
         if self.certificate:
-            self.guarded(self.check_certificate, now, time.time())
+            self.guarded(self.check_certificate, time.time())
         self.guarded(self.registry.expire, now)
         self.guarded(self.registry.look_up_countries)
         self.tell_changes()
@@ -14187,9 +14095,9 @@ class MasterServer:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
 
-    def check_certificate(self, now, wall):
-        """Tell in /metrics when the certificate expires, and warn in time: in /healthz, and once a
-        day in the log. `now` and `wall` are the same moment by both clocks."""
+    def check_certificate(self, wall):
+        """Tell in /metrics when the certificate expires, and warn in time in /healthz and the log.
+        """
         expires = self.certificate.expires
         left_s = expires - wall
         self.gauges["certificate_expires_seconds"] = round(left_s)
@@ -14197,14 +14105,11 @@ class MasterServer:
         # after their begin. So with 14 days left, something is wrong
         if left_s > 14 * DAY:
             self.health.pop("certificate", None)
-            return
-        trouble = "the certificate for HTTPS has expired"
-        if left_s > 0:
-            trouble = "the certificate for HTTPS expires on %s" % utc_datetime(expires).date()
-        self.health["certificate"] = trouble
-        if now >= self.next_certificate_warning:
-            self.next_certificate_warning = now + DAY
-            log.warning("%s; renew [http] certificate", trouble)
+        elif left_s > 0:
+            report(self.health, "certificate", "the certificate for HTTPS expires on %s; renew "
+                   "[http] certificate" % utc_datetime(expires).date())
+        else:
+            report(self.health, "certificate", "the certificate for HTTPS has expired")
 
     def tick_protocol(self, protocol, now):
         for data, peer in protocol.tick(now) or ():
@@ -14293,42 +14198,33 @@ class MasterServer:
 
         Raise StartError if ports cannot be bound. It names all of them, because another program
         often holds several."""
-        problems = []
+        services = []
+        rooms = {}
         for room in self.rooms.values():
             if not room.is_on(self.settings):
                 continue
+            rooms[room.game] = room
             for port in room.ports:
                 protocol = port.make(room)
-                service = Service(room.game, port.transport, room.game + ".port", port.offset)
-                problems += self.open_sockets(service, protocol)
+                services.append(Service(
+                    room.game, port.transport, room.game + ".port", protocol, port.offset))
                 if protocol is not room:
                     self.protocols.append(protocol)
             self.protocols.append(room)
         web = Web(self)
-        problems += self.open_sockets(Service("http", "tcp", "http.ports"), web)
-        tls_service = Service("https", "tcp", "http.https_ports", uses_tls=True)
-        problems += self.open_sockets(tls_service, web)
-        problems += self.open_sockets(Service("poll", "udp", ""), self.poller)
+        services.append(Service("http", "tcp", "http.ports", web))
+        services.append(Service("https", "tcp", "http.https_ports", web))
+        services.append(Service("poll", "udp", "", self.poller))
         # The poller comes last, because its tick then queries servers that the others have named
         self.protocols += [web, self.poller]
+        problems = []
+        for service in services:
+            problems += self.open_sockets(service)
         if problems:
             raise StartError("\n".join(problems))
         self.set_epoch()
         if self.saved_list:
-            rooms = {room.game: room for room in self.rooms.values() if room.is_on(self.settings)}
             self.saved_list.restore(time.monotonic(), time.time(), rooms)
-
-    def ports_of(self, service):
-        """Return a tuple of the ports in a Service's setting; ANY_FREE_PORT may be one of them.
-        Return () if the setting is empty, which switches it off."""
-        if not service.setting:
-            return (ANY_FREE_PORT,)
-        value = self.settings[service.setting]
-        if value is None:
-            return ()
-        if isinstance(value, tuple):
-            return value
-        return (value,)
 
     def send(self, data, peer):
         """Send a datagram at once, from the poller's port."""
@@ -14339,51 +14235,54 @@ class MasterServer:
         is no database."""
         return self.saved_list.hourly_players if self.saved_list else {}
 
-    def open_sockets(self, entry, protocol):
-        """Bind a protocol's sockets: one for each port of its Service at each address of the
-        setting [server] bind. Return a list with an error message for each one that cannot be
-        bound."""
+    def open_sockets(self, service):
+        """Bind a socket for each port of a Service at each address of the setting [server] bind.
+
+        Return a list with an error message for each one that cannot be bound."""
         problems = []
-        ports = self.ports_of(entry)
+        ports = self.settings[service.setting] if service.setting else ANY_FREE_PORT
+        if ports is None:               # the setting is empty, which switches the service off
+            ports = ()
+        elif not isinstance(ports, tuple):
+            ports = (ports,)
         hosts = self.settings["server.bind"]
-        for base_port, host in itertools.product(ports, hosts):
-            if protocol.ipv4_only and ":" in host:
+        for port, host in itertools.product(ports, hosts):
+            if service.protocol.ipv4_only and ":" in host:
                 continue
-            port = base_port
-            if base_port != ANY_FREE_PORT:
-                port += entry.offset
+            if port != ANY_FREE_PORT:
+                port += service.offset
             try:
-                self.open_socket(entry, protocol, host, port)
+                self.open_socket(service, host, port)
             except OSError as error:
                 # Without IPv6 on this machine, the other addresses are enough
                 may_lack_ipv6 = host == "::" and len(hosts) > 1
                 if may_lack_ipv6 and error.errno != errno.EADDRINUSE:
-                    log.info("%s: no IPv6 on this machine: %s", entry.name, error)
+                    log.info("%s: no IPv6 on this machine: %s", service.name, error)
                     continue
-                section, key = (entry.setting or "server.bind").split(".")
+                section, key = (service.setting or "server.bind").split(".")
                 problems.append(
                     "%s cannot listen on %s %s: %s. Change [%s] %s or [server] bind." % (
-                        entry.name, entry.transport.upper(), endpoint_text(host, port),
+                        service.name, service.transport.upper(), endpoint_text(host, port),
                         error.strerror or error, section, key))
         return problems
 
-    def open_socket(self, entry, protocol, host, port):
+    def open_socket(self, service, host, port):
         """Bind one socket and serve a protocol there. Raise OSError."""
+        name, transport, _, protocol, _ = service
         is_ipv6 = ":" in host
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        sock = bound_socket(family, entry.transport, host, port)
+        sock = bound_socket(family, transport, host, port)
         bound_host, bound_port, *_ = sock.getsockname()
-        self.listeners.append(Listener(entry.name, entry.transport, bound_host, bound_port))
-        tally = self.tallies.setdefault(entry.name, Tally())
-        if entry.transport == "tcp":
-            owner: Any = TcpListener(self, entry.name, sock, protocol, tally, entry.uses_tls)
+        self.listeners.append(Listener(name, transport, bound_host, bound_port))
+        tally = self.tallies.setdefault(name, Tally())
+        if transport == "tcp":
+            owner: Any = TcpListener(self, name, sock, protocol, tally, uses_tls=name == "https")
             self.tcp_listeners.append(owner)
         else:
             limiter = self.rules.datagram_limiter
             if protocol is self.poller:             # it receives answers to our own queries
                 limiter = self.rules.answer_limiter
-            owner = UdpSocket(
-                entry.name, sock, protocol, tally, limiter, self.registry, self.vector)
+            owner = UdpSocket(name, sock, protocol, tally, limiter, self.registry, self.vector)
             self.udp_sockets.append(owner)
             self.tick_sockets.setdefault((protocol, is_ipv6), owner)
         self.selector.register(sock, selectors.EVENT_READ, owner.on_readable)
@@ -14435,7 +14334,6 @@ class MasterServer:
             return
         self.health.pop("new certificate", None)
         if result.expires != self.certificate.expires:
-            self.next_certificate_warning = 0.0
             log.info("a new certificate is in force, which expires on %s",
                      utc_datetime(result.expires).date())
         self.certificate = result
@@ -14681,9 +14579,7 @@ class Announcement:
                 master.set_state(clean(error_text(error), TEXT_CHARACTERS))
                 pause_s = master.pause_s
                 master.pause_s = min(2 * pause_s, RETRY_MAX_S)
-            waits_until = time.monotonic() + pause_s
-            while not self.stopping and time.monotonic() < waits_until:
-                time.sleep(STEP_S)
+            pause(pause_s, self.is_over)
         if self.room.announced_over == "http":
             with contextlib.suppress(OSError, Malformed):
                 farewell = Send(self.room.farewell(self.server), RESPONSE_S, "/announce")

@@ -1123,7 +1123,6 @@ class RegistryTest(unittest.TestCase):
 # --- Storage --------------------------------------------------------------------------------------
 
 T0 = 1_700_006_400          # 2023-11-15 00:00 UTC, a Wednesday
-DAMAGED_AT = ".damaged-20231115-000000"
 
 
 def listed_row(number, wall=T0, life=100.0, name="S", **fields):
@@ -1145,17 +1144,16 @@ class DatabaseCase(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = os.path.realpath(folder.name)
         self.path = os.path.join(self.folder, "master.db")
-        for patch in (mock.patch.object(ms, "STORAGE_BUSY_S", 0.02),
-                      mock.patch.object(ms.log, "warning")):
-            patch.start()
-            self.addCleanup(patch.stop)
+        warning = mock.patch.object(ms.log, "warning")
+        warning.start()
+        self.addCleanup(warning.stop)
 
-    def database(self, wall=T0):
+    def database(self):
         """An open database, after the call that a damaged one fails."""
         made = ms.Database(self.path)
         self.addCleanup(made.close)
         with contextlib.suppress(sqlite3.DatabaseError):
-            made.load(wall)
+            made.load()
         return made
 
     def sql(self, text, *values):
@@ -1169,9 +1167,10 @@ class DatabaseCase(unittest.TestCase):
         with open(self.path, "wb") as file:
             file.write(data)
 
-    def set_aside(self):
-        """The names of the damaged files."""
-        return [name for name in os.listdir(self.folder) if ".damaged" in name]
+    def set_aside(self, folder=""):
+        """The names of the damaged files, without the times in them."""
+        return sorted(re.sub("-[0-9]{8}-[0-9]{6}", "", name)
+                      for name in os.listdir(folder or self.folder) if ".damaged" in name)
 
     def sound(self):
         """The bytes of a file of some 30 pages with 60 servers."""
@@ -1188,7 +1187,7 @@ class DatabaseCase(unittest.TestCase):
         """Every operation. One may fail for the damage that it finds, and works afterwards."""
         key = listed_key(59)
         samples = [listed_key(number) + (1,) for number in range(90)]
-        steps = [(database.load, T0),
+        steps = [(database.load,),
                  (database.save, [listed_row(number) for number in range(0, 90, 3)],
                   {listed_key(2)}),
                  (database.add_samples, T0 + ms.QUARTER, samples),
@@ -1208,11 +1207,11 @@ class ListOnDisk(DatabaseCase):
                 ms.ListedRow("aio", "2001:db8::1", 7777, math.inf, T0 + 0.5, T0 + 0.25, {})]
         database = self.database()
         database.save(rows, set())
-        self.assertEqual(self.database().load(T0), rows)
+        self.assertEqual(self.database().load(), rows)
         # Fields and times are replaced, but for the time of the first sight
         database.save([listed_row(1, T0 + 50, 120.0, "new")], {listed_key(2), listed_key(9)})
         changed = (*self.A, T0 + 170.0, T0, T0 + 50.0, {"name": "new"})
-        self.assertEqual(self.database().load(T0), [changed, rows[2]])
+        self.assertEqual(self.database().load(), [changed, rows[2]])
 
     def test_of_a_server_that_has_left_the_name_and_the_times_stay(self):
         """A stranger lists one after another, each with as many texts as it may have."""
@@ -1224,10 +1223,10 @@ class ListOnDisk(DatabaseCase):
             self.assertEqual(database.known(*self.A), (T0, T0 + 50, "old"))
         self.assertEqual(self.sql("SELECT fields FROM server WHERE fields NOTNULL ORDER BY id"),
                          [('{"name":"old"}',), ('{"name":"S"}',)])
-        self.assertEqual(database.load(T0), [listed_row(2)])
+        self.assertEqual(database.load(), [listed_row(2)])
         back = listed_row(1, T0 + ms.DAY, name="new")
         database.save([back], set())
-        self.assertEqual(database.load(T0), [back._replace(first_seen=T0), listed_row(2)])
+        self.assertEqual(database.load(), [back._replace(first_seen=T0), listed_row(2)])
         self.assertEqual(database.known(*self.A), (T0, T0 + ms.DAY, "new"))
         # On a machine whose clock stands at 1970 after a power cut
         database.save([], {self.A})
@@ -1255,7 +1254,7 @@ class ListOnDisk(DatabaseCase):
             for minute in range(31, 76):
                 renamed = [("renamed-%d-%d" % (minute, one), "", 0, 1) for one in range(30)]
                 database.add_samples(T0 + 60 * minute, renamed + [self.TOTAL + (7,)])
-        self.assertEqual(database.load(T0), [listed_row(0)])
+        self.assertEqual(database.load(), [listed_row(0)])
         self.assertIsNotNone(database.known(*self.A))
         games = {game for game, in self.sql("SELECT game FROM server WHERE address = ''")}
         self.assertIn("iceball", games)
@@ -1294,7 +1293,7 @@ class ListOnDisk(DatabaseCase):
             db.commit()
         database = self.database()
         iceball, zone = [ms.restored_server(row, 0.0, T0, ms.ROOMS)
-                         for row in database.load(T0)]
+                         for row in database.load()]
         self.assertEqual(
             (*iceball.key, iceball.name, iceball.mode, iceball.playing, iceball.room,
              iceball.verified, iceball.details, iceball.lifetime),
@@ -1308,10 +1307,10 @@ class ListOnDisk(DatabaseCase):
             self.assertEqual(([mean for mean in series.means if mean is not None],
                               max(filter(None, series.peaks))), ([3] * count, peak), span)
         database.save([listed_row(1, name="new")], {zone.key})
-        self.assertEqual(database.load(T0), [listed_row(1, name="new")])
+        self.assertEqual(database.load(), [listed_row(1, name="new")])
         self.assertEqual(database.known(*zone.key), (T0, T0, "Zone"))
         self.sql("PRAGMA user_version = 0")         # restored from a dump, which does not tell it
-        self.assertEqual((len(self.database().load(T0)), self.set_aside()), (1, []))
+        self.assertEqual((len(self.database().load()), self.set_aside()), (1, []))
 
 
 class HistoryOnDisk(DatabaseCase):
@@ -1500,8 +1499,9 @@ class DamageOnDisk(DatabaseCase):
                 database = self.database()
                 self.use(database)
                 if number < len(certain):
-                    self.assertEqual(self.set_aside(), ["master.db" + DAMAGED_AT])
-                    self.assertEqual(os.path.getsize(self.path + DAMAGED_AT), len(case))
+                    self.assertEqual(self.set_aside(), ["master.db.damaged"])
+                    old_file, = glob.glob(self.path + ".damaged*")
+                    self.assertEqual(os.path.getsize(old_file), len(case))
                     self.assertEqual(database.known(*listed_key(87)).last_seen, T0)
                 database.close()
 
@@ -1529,7 +1529,7 @@ class DamageOnDisk(DatabaseCase):
             database = ms.Database(self.path)
             for _ in range(2):
                 with self.assertRaisesRegex(sqlite3.OperationalError, "another program or to a l"):
-                    database.load(T0)
+                    database.load()
             after = self.sql("SELECT sql FROM sqlite_master"), self.sql("PRAGMA user_version")
             self.assertEqual((after, self.set_aside()), (before, []), statement)
 
@@ -1539,17 +1539,17 @@ class DamageOnDisk(DatabaseCase):
         database = self.database()
         database.close()
         os.truncate(self.path, 6000)
-        self.assertRaisesRegex(sqlite3.DatabaseError, "the file is damaged", database.load, T0)
+        self.assertRaisesRegex(sqlite3.DatabaseError, "the file is damaged", database.load)
         for suffix in "-journal", "-shm", "-wal":
             with open(self.path + suffix, "w"):
                 pass
         with mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")):
-            self.assertRaises(PermissionError, database.load, T0)
+            self.assertRaises(PermissionError, database.load)
         self.assertEqual(self.set_aside(), [])
         database.save([listed_row(500)], set())
-        self.assertEqual(sorted(self.set_aside()), [
-            "master.db" + DAMAGED_AT + suffix for suffix in ("", "-journal", "-shm", "-wal")])
-        self.assertEqual(database.load(T0), [listed_row(500)])
+        self.assertEqual(self.set_aside(), [
+            "master.db.damaged" + suffix for suffix in ("", "-journal", "-shm", "-wal")])
+        self.assertEqual(database.load(), [listed_row(500)])
         self.assertIn("it has been renamed", ms.log.warning.call_args[0][0])
 
     @unittest.skipUnless(sys.platform == "linux" and sys.implementation.name == "cpython",
@@ -1564,8 +1564,8 @@ class DamageOnDisk(DatabaseCase):
             replace(before, after)
         self.put(self.sound().replace(b"first_seen", b"fi\xffst_seen"))
         with mock.patch.object(os, "replace", renamed):
-            self.database().load(T0)
-        self.assertEqual((still_open, os.path.exists(self.path + DAMAGED_AT)), ([], True))
+            self.database().load()
+        self.assertEqual((still_open, self.set_aside()), ([], ["master.db.damaged"]))
 
     @unittest.skipIf(os.name == "nt", "links need a privilege there")
     def test_a_link_to_a_damaged_file(self):
@@ -1576,10 +1576,10 @@ class DamageOnDisk(DatabaseCase):
         with open(self.path, "wb") as file:
             file.write(b"noise" * 1000)
         database = self.database()
-        database.load(T0)
+        database.load()
         database.close()
         self.assertTrue(os.path.islink(self.path))
-        self.assertEqual(sorted(os.listdir(folder)), ["master.db", "master.db" + DAMAGED_AT])
+        self.assertEqual((self.set_aside(), self.set_aside(folder)), ([], ["master.db.damaged"]))
 
 
 class TroubleOnDisk(DatabaseCase):
@@ -1610,10 +1610,10 @@ class TroubleOnDisk(DatabaseCase):
                     for _ in range(2):
                         with self.assertRaisesRegex(sqlite3.OperationalError, error):
                             database.save(rows, {self.A})
-                        self.assertEqual(database.load(T0), [listed_row(1)])    # it can be read
+                        self.assertEqual(database.load(), [listed_row(1)])    # it can be read
                     database.close()
                 database.save([listed_row(3)], set())
-                self.assertEqual(database.load(T0), [listed_row(1), listed_row(3)])
+                self.assertEqual(database.load(), [listed_row(1), listed_row(3)])
                 database.close()
                 self.assertEqual(self.sql("PRAGMA integrity_check"), [("ok",)])
                 self.assertEqual(self.set_aside(), [])
@@ -1624,10 +1624,10 @@ class TroubleOnDisk(DatabaseCase):
         os.mkdir(self.path)                         # a folder in its place
         for _ in range(2):
             with self.assertRaisesRegex(sqlite3.OperationalError, "(unable to|Could not) open"):
-                database.load(T0)
+                database.load()
         os.rmdir(self.path)
         database.save([listed_row(1)], set())
-        self.assertEqual(database.load(T0), [listed_row(1)])
+        self.assertEqual(database.load(), [listed_row(1)])
 
 
 # --- Poller --------------------------------------------------------------------------------------
@@ -1918,16 +1918,6 @@ class PolledGameTest(unittest.TestCase):
     def outcome(self):
         return self.registry.outcome("203.0.113.9", "test", 5000)[1:]
 
-    def test_listed_while_it_answers(self):
-        self.ask(self.here[0])
-        self.run_game(range(2))
-        self.assertEqual((self.listed(), self.outcome()), ([(*self.here, 3)], ("listed", "")))
-        self.run_game(range(2, 60), self.here)
-        self.assertEqual(len(self.listed()), 1)
-        self.run_game(range(60, 150), self.here)
-        self.assertEqual((self.listed(), self.targets()), ([], set()))
-        self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 5001"))
-
     def test_an_answer_that_cannot_be_read_is_told(self):
         self.ask(self.here[0])
         _, peer = self.poller.tick(0.0)[0]
@@ -1946,21 +1936,6 @@ class PolledGameTest(unittest.TestCase):
             except ms.Refused as refused:
                 told.append(refused.outcome)
         return told
-
-    def test_found_in_another_list_listed_while_it_answers(self):
-        """Nothing of it is recorded for /check."""
-        silent = "203.0.113.8"
-        self.assertEqual(self.find(self.here, (silent, 5000)), [True, True])
-        self.assertEqual(self.find(self.here), [False])
-        self.run_game(range(8), silent)
-        server, = self.registry.servers()
-        self.assertEqual((self.listed(), server.found_at, self.targets(), server.lifetime),
-                         ([(*self.here, 3)], "up.example", {self.here}, 900.0))
-        self.assertEqual(list(self.registry.outcomes.things), [])
-        self.assertEqual(self.find(self.here), [False])
-        self.run_game(range(8, 120), self.here[0])
-        self.assertEqual((self.listed(), self.targets(), list(self.registry.outcomes.things)),
-                         ([], set(), []))
 
     def test_found_in_another_list_and_not_allowed(self):
         self.core.registry.rules.read(settings_of({
@@ -2013,15 +1988,6 @@ class PolledGameTest(unittest.TestCase):
             self.registry.insert(server)
             self.run_game(range(3))
             self.assertEqual([one.master for one in self.registry.servers()], [master])
-
-    def test_found_before_a_restart(self):
-        server = ms.Server("test", *self.here, self.here[0], 0.0, 60.0, found_at="up.example")
-        self.registry.insert(server)
-        self.game.resume(server)
-        target, = self.poller.targets.values()
-        self.assertEqual(target.found, ms.FoundServer(*self.here, "up.example"))
-        self.run_game(range(3))
-        self.assertEqual((server.found_at, server.players), ("up.example", 3))
 
     def test_a_refused_server_is_polled_no_more_unless_pinned(self):
         for pinned in False, True:
@@ -6065,10 +6031,11 @@ class World:
                 self.deliver(reply, to)
 
     def post(self, body, content_type="application/json", path="/announce"):
-        """The status of the answer to a request of the game server."""
+        """The answer to a request of the game server."""
         request = http_request(path, "Content-Length: %d" % len(body),
                                "Content-Type: " + content_type, method="POST", body=body)
-        return split_response(self.by_http(request, self.place[0]))[0]
+        status, _, answer, _ = split_response(self.by_http(request, self.place[0]))
+        return ms.HttpAnswer(status, answer)
 
     def by_http(self, request, source="192.0.2.1", size=1 << 30):
         return feed(self.web.session(source, self.now), request, size, self.now)
@@ -6602,7 +6569,7 @@ class EveryGame(unittest.TestCase):
             self.assertEqual((outcome, listed), (outcome, []))
             self.assertEqual(world.outcome(), outcome)
 
-    @in_each(world for world in WORLDS if world.named)
+    @in_each([world for world in WORLDS if world.named])
     def test_named_in_the_ini(self, make):
         world = make(**make.named)
         world.run(40)
@@ -6613,7 +6580,7 @@ class EveryGame(unittest.TestCase):
         server, = world.servers()
         self.assertEqual((server.responding, server.players), (False, 0))
 
-    @in_each(world for world in WORLDS if world.room.announced_over)
+    @in_each([world for world in WORLDS if world.room.announced_over])
     def test_announced_by_this_program(self, make):
         """Until it says farewell; and not where it is banned."""
         for dialect, banned in itertools.product(make.room.dialects or ("",), (False, True)):
@@ -6630,51 +6597,42 @@ class EveryGame(unittest.TestCase):
             world.reply = lambda packet: room.answer(server, packet)
         session = world.here.session(address, world.now) if room.announced_over == "tcp" else None
 
-        def sent(step):
-            """What comes back for it."""
-            if not step.data:
-                return []
+        def received_for(step):
+            """What comes back; a query is answered as on the game server's port."""
             if room.announced_over == "http":
-                request = http_request(
-                    step.path, "Content-Type: application/json",
-                    "Content-Length: %d" % len(step.data), method="POST", body=step.data)
-                status, _, body, _ = split_response(world.by_http(request, address))
-                return [ms.HttpAnswer(status, body)]
+                return [world.post(step.data, path=step.path)] if step.data else []
             if session:
                 return [feed(session, step.data, now=world.now)]
             received = []
             for data, to in deliver(world.here, step.data, (address, 40000), world.now):
-                answer = room.answer and room.answer(server, data)
-                if answer:
-                    world.deliver(answer, to)
+                if room.answer:
+                    world.deliver(room.answer(server, data), to)
                 else:
                     received.append(data)
             return received
 
-        steps, outcome = [], ""
+        accepted, refused = False, ""
         for _ in range(3):              # a conversation ends if the server is not listed yet
             conversation = room.announce(server)
-            steps.append(next(conversation))
+            step = next(conversation)
             try:
                 for _ in range(4):
-                    for data in sent(steps[-1]) or [None]:
-                        if data != b"":
-                            steps.append(conversation.send(data))
+                    for data in received_for(step) if step.data else [None]:
+                        step = conversation.send(data or None)
+                        accepted = accepted or step.accepted
                     world.run(5)
             except OSError:
                 world.run(5)
-            except ms.MasterRefused as refused:
-                outcome = str(refused)
+            except ms.MasterRefused as error:
+                refused = str(error)
         listed = [(one.name, one.port, one.players) for one in world.servers()]
         if banned:
-            self.assertEqual(listed, [])
-            self.assertTrue(outcome or not steps[-1].accepted or room.announced_over == "udp")
+            self.assertEqual((listed, accepted and room.announced_over != "udp"), ([], False))
             return
-        self.assertEqual((outcome, listed), ("", [("Name", port, 3)]))
-        self.assertTrue(any(step.accepted for step in steps))
+        self.assertEqual((refused, listed), ("", [("Name", port, 3)]))
         farewell = room.farewell(server)
         if farewell:
-            sent(ms.Send(farewell, 1.0, "/announce"))
+            world.post(farewell)
             self.assertEqual(world.servers(), [])
 
     @in_each(WORLDS)
@@ -6711,7 +6669,9 @@ class EveryGame(unittest.TestCase):
         for setting in world.room.settings:
             section, _, key = setting.name.partition(".")
             self.assertEqual(section, world.room.game)
-            self.assertRegex(text, r"(?ms)^\[%s\]$.*^#? ?%s =" % (section, key))
+            _, _, rows = text.partition("\n[%s]\n" % section)
+            rows, _, _ = rows.partition("\n[")
+            self.assertIn("\n#%s =" % key, rows)
 
 
 class FoundServersTest(unittest.TestCase):
@@ -10017,21 +9977,21 @@ class NewsTest(unittest.TestCase):
 
     def test_one_source_has_two_messages(self):
         """The addresses that crowd, how many of their messages are sent, while another one's is as
-        well; how many more the first of them has then, and how many when its time is over."""
+        well; how many more the first of them has then, and how many later."""
         for addresses, sent, more, more_later, settings in (
-                (["203.0.113.9"] * 9, 2, 0, 2, {}),
-                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 2, {}),
+                (["203.0.113.9"] * 9, 2, 0, 1, {}),
+                (["2001:db8::%x" % host for host in range(1, 10)], 2, 0, 1, {}),
                 (["2001:db8:0:%x::1" % network for network in range(1, 9)], 8, 1, 1, {}),
                 (["203.0.113.9"] * 9, 9, 3, 3, {"limits__exempt": "203.0.113.9"})):
             news = self.news(notify__again_after="1000", **settings)
             for port, address in enumerate(addresses, 1):       # takes the next port each time
                 self.registry.remove_own(self.hear(0, 9, port=port, address=address))
             self.hear(0, 2, address="198.51.100.1")
-            self.assertEqual(self.messages(news, 998), sent + 1, addresses)
+            self.assertEqual(self.messages(news, 400), sent + 1, addresses)
             for first_port, expected in (101, more), (201, more_later):
                 for port in range(first_port, first_port + 3):
                     self.registry.remove_own(self.hear(0, 9, port=port, address=addresses[0]))
-                self.assertEqual(self.messages(news, 2), expected, addresses)
+                self.assertEqual(self.messages(news, 200), expected, addresses)
 
     def test_a_48_has_the_share_of_many_sources_and_the_account_is_bounded(self):
         for address, sent in (("2001:db8:0:%x::1", ms.NEWS_PER_SOURCE * ms.SITE_SOURCES),
@@ -10042,8 +10002,7 @@ class NewsTest(unittest.TestCase):
                     self.hear(0, 2, address=address % number)
                     found += self.messages(news, 10)
             self.assertEqual(found, sent)
-            self.assertEqual((len(news.sent_at), len(news.sent_by_source)), (5, 5))
-            self.assertLessEqual(max(map(len, news.sent_by_source.values())), sent)
+            self.assertEqual(len(news.sent_at), 5)
 
     def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
@@ -10068,7 +10027,7 @@ class NewsTest(unittest.TestCase):
             self.registry.remove_own(server)
         self.tick(news)
         # nothing is kept of them
-        self.assertEqual((news.below_threshold, news.departed), (set(), []))
+        self.assertEqual(news.below_threshold, set())
 
     def test_only_what_the_ini_wants(self):
         for settings, wanted in (
@@ -11012,15 +10971,14 @@ class HttpsTest(unittest.TestCase):
         day = 86400.0
         server.certificate = ms.Certificate(None, 1000 * day)
         with mock.patch.object(ms, "log") as log:
-            for now, wall, trouble, warnings_so_far in (
-                    (0.0, 985 * day, "", 0), (1.0, 986 * day, "expires on 1972-09-27", 1),
-                    (day, 999.5 * day, "expires on 1972-09-27", 1),
-                    (day + 2, 999.6 * day, "expires on 1972-09-27", 2),
-                    (9 * day, 1001 * day, "has expired", 3), (9 * day + 1, 980 * day, "", 3)):
-                server.check_certificate(now, wall)
+            for wall, trouble, told in (
+                    (985 * day, "", 0), (986 * day, "expires on 1972-09-27", 1),
+                    (999.5 * day, "expires on 1972-09-27", 1), (1001 * day, "has expired", 1),
+                    (980 * day, "", 1)):
+                server.check_certificate(wall)
                 self.assertIn(trouble, server.health.get("certificate", ""))
-                self.assertEqual((bool(trouble), log.warning.call_count),
-                                 ("certificate" in server.health, warnings_so_far))
+                self.assertEqual((bool(trouble), log.error.call_count),
+                                 ("certificate" in server.health, told))
                 self.assertEqual(server.gauges["certificate_expires_seconds"], 1000 * day - wall)
 
     def test_records_without_data_are_bounded(self) -> None:
@@ -11374,7 +11332,7 @@ class HostNamesTest(unittest.TestCase):
             self.setUp()
             for number, source in enumerate(taken):
                 self.ask("%d.example" % number, source)
-            with self.assertRaisesRegex(ms.Refused, "%d host names .* try again" % len(taken)):
+            with self.assertRaisesRegex(ms.Refused, "host names that this source .* try again"):
                 self.ask("more.example", refused)
             self.ask("honest.example", other)
             self.answer("")
@@ -11817,49 +11775,35 @@ class DiskOfTheProgramTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "master.db")
 
-    def test_servers_of_a_switched_off_game_stay_for_a_minute(self) -> None:
-        """Servers of each game, with and without what serves it, and when nothing is heard."""
-        luanti = {field.name: 1 for field in ms.LUANTI_FIELDS if field.is_required}
-        luanti.update(name="L", version="5", description="", gameid="minetest")
-        fields = dict.fromkeys("iceball subspace hyperbol mygame".split(), {"verified": "query"})
-        fields["aio"] = {"verified": "connection"}
-        fields["luanti"] = {"verified": "query", "luanti_announcement": luanti}
-        fields["xonotic"] = {"verified": "query",
-                             "details": {"gamename": "Xonotic", "tag": "DarkPlaces"}}
-        ports = dict.fromkeys("iceball.port subspace.port hyperbol.port aio.port quake3.port "
-                              "http.ports".split(), "0")
-        everything = {**ports, "games.mygame": "Mine", "server.bind": "127.0.0.1",
-                      "server.database": self.path}
-        games = set(fields)
-        for changed, leave in (
-                ({}, {"aio"}),                      # which lives as long as its connection
-                ({"iceball.port": ""}, {"aio", "iceball"}),
-                ({"subspace.port": ""}, {"aio", "subspace"}),
-                ({"hyperbol.port": ""}, {"aio", "hyperbol"}), ({"aio.port": ""}, {"aio"}),
-                ({"quake3.port": ""}, {"aio", "xonotic"}),
-                ({"luanti.enabled": "no"}, {"aio", "luanti"}),
-                ({"http.ports": ""}, {"aio", "luanti", "mygame"}),
-                ({"games.mygame": None}, {"aio", "mygame"}),
-                ({**dict.fromkeys(ports, ""), "games.mygame": None}, games)):
+    def test_servers_of_a_switched_off_game_stay_for_a_minute(self):
+        """Those of AIO in any case: they live as long as their connection."""
+        private = {"luanti_announcement": json.loads(LUANTI_STORED)}
+        rows = []
+        for game, room, fields in (
+                ("iceball", "iceball", {}), ("subspace", "subspace", {}),
+                ("hyperbol", "hyperbol", {}), ("mygame", "", {}),
+                ("aio", "aio", {"verified": "connection"}),
+                ("luanti", "luanti", {"private": private}),
+                ("xonotic", "quake3", {"details": {"gamename": "Xonotic"}})):
+            server = ms.Server(game, "203.0.113.9", 1000, "203.0.113.9", 0.0, math.inf,
+                               **{"verified": "query", "room": room, **fields})
+            rows.append(ms.listed_row(server, time.time(), ms.ROOMS))
+        games = {row.game for row in rows}
+        some = {"iceball.port": "", "luanti.enabled": "no"}
+        for settings, leave in (
+                ({"games.mygame": "Mine"}, {"aio"}), (some, {"aio", "iceball", "luanti", "mygame"}),
+                (NO_PORTS, games)):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)
             database = ms.Database(self.path)
-            wall = time.time()
-            database.save([
-                ms.listed_row(ms.Server(game, "203.0.113.9", 1000, "203.0.113.9", 0.0, math.inf,
-                                        "N", **told), wall)
-                for game, told in fields.items()], set())
+            database.save(rows, set())
             database.close()
-            settings = {name: text for name, text in {**everything, **changed}.items()
-                        if text is not None}
-            server = ms.MasterServer(settings)
-            self.addCleanup(server.close)
-            server.bind()
-            registry, now = server.registry, time.monotonic()
-            self.assertEqual({one.game for one in registry.servers()}, games, changed)
-            registry.expire(now + 61.0)
-            self.assertEqual(games - {one.game for one in registry.servers()}, leave, changed)
-            server.close()
+            free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
+            with ms.MasterServer({**free_ports, **settings, "server.database": self.path}) as server:
+                registry = server.registry
+                self.assertEqual({one.game for one in registry.servers()}, games)
+                registry.expire(time.monotonic() + 61.0)
+                self.assertEqual(games - {one.game for one in registry.servers()}, leave)
 
     def listed(self) -> int:
         """How many the file has, read as another program would."""
@@ -13218,7 +13162,7 @@ class EngineLinkTest(unittest.TestCase):
             for path in "one", "one", "two":
                 database = ms.Database(os.path.join(folder, path))
                 names.add(database.installation_id(len(names) + 7))
-                self.assertEqual(database.load(T0), [])
+                self.assertEqual(database.load(), [])
                 database.close()
         self.assertEqual(names, {7, 8})
 
