@@ -2466,6 +2466,13 @@ class Remembered(NamedTuple):
     name: str
 
 
+def first_value(rows, otherwise=None):
+    """Return the value in the first of these rows, which have one column, or `otherwise`."""
+    for value, in rows:
+        return value
+    return otherwise
+
+
 def mean_and_peak(numbers):
     """Return the stored mean and peak of some stored numbers, 0 if all of them are 0."""
     present = [number for number in numbers if number != 0]
@@ -2536,7 +2543,7 @@ class Database:
         db = self._db = sqlite3.connect(self.path, timeout=0.2, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
-        version, = db.execute("PRAGMA user_version").fetchone()
+        version = first_value(db.execute("PRAGMA user_version"))
         if not tables:
             db.executescript("; ".join(
                 ("BEGIN IMMEDIATE", *SCHEMA, "PRAGMA user_version = 1", "COMMIT")))
@@ -2611,9 +2618,8 @@ class Database:
         with self._transaction() as db:
             db.execute("INSERT INTO server (game, address, port) SELECT '', '', ? WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)", (proposed,))
-            number, = db.execute(
-                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
-            return number
+            return first_value(db.execute(
+                "SELECT port FROM server WHERE game = '' AND port >= 0"))
 
     # The history
 
@@ -2680,20 +2686,14 @@ class Database:
         return means_by_key
 
     def _server_id(self, db, game, address, port):
-        row = db.execute("SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
-                         (game, address, port)).fetchone()
-        if row is None:
-            return None
-        server_id, = row
-        return server_id
+        return first_value(db.execute(
+            "SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
+            (game, address, port)))
 
     def _block(self, db, form, start, server_id):
-        row = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
-                         (form.step, start, server_id)).fetchone()
-        if row is None:
-            return bytes(form.numbers.size)
-        block, = row
-        return block
+        return first_value(db.execute(
+            "SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+            (form.step, start, server_id)), bytes(form.numbers.size))
 
     def _write_samples(self, db, form, first_time, server_id, numbers):
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
@@ -2707,8 +2707,8 @@ class Database:
     def _roll_up(self, db, minute):
         """Compute the samples of quarters and hours from the latest blocks of minutes, without
         those that were written while the clock ran ahead."""
-        hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
-                           (MINUTE, minute)).fetchone()
+        hour = first_value(db.execute(
+            "SELECT max(start) FROM block WHERE step = ? AND start <= ?", (MINUTE, minute)))
         for server_id, block in db.execute(
                 "SELECT server, samples FROM block WHERE step = ? AND start = ?",
                 (MINUTE, hour)).fetchall():
@@ -2725,9 +2725,8 @@ class Database:
         # the last 24 hours has a sample
         hour = BLOCK_FORMS[MINUTE].block_start(minute)
         for start in range(hour - DAY, hour, HOUR):
-            sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
-                                (MINUTE, start)).fetchone()
-            if sample is None:
+            if not first_value(db.execute(
+                    "SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1", (MINUTE, start))):
                 return
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = ? AND start < ?",
@@ -2777,12 +2776,11 @@ STORED_FIELDS: Dict[str, type] = {
 }
 
 
-def listed_row(server, epoch, rooms):
-    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock,
-    `rooms` has the games of section 10 by their ids."""
+def listed_row(server, epoch):
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock."""
     fields = {name: getattr(server, name) for name in STORED_FIELDS}
-    if server.room in rooms:
-        fields.update(rooms[server.room].stored(server))
+    if server.room in ROOMS:
+        fields.update(ROOMS[server.room].stored(server))
     last_seen = server.last_seen + epoch
     return ListedRow(
         server.game, server.address, server.port,
@@ -2792,7 +2790,7 @@ def listed_row(server, epoch, rooms):
         fields=fields)
 
 
-def restored_server(row, now, wall, rooms):
+def restored_server(row, now, wall):
     """Return the Server that a ListedRow describes, marked as unconfirmed, or None if the row has
     impossible values. Raise Malformed if a private attribute of a room has.
 
@@ -2811,7 +2809,7 @@ def restored_server(row, now, wall, rooms):
         elif expected_type is int:
             value = clamp(value)
         fields[name] = value
-    for room in rooms.values():
+    for room in ROOMS.values():
         if room.owns(row.game, fields.get("details", NO_DETAILS)):
             fields["room"] = room.game
             fields["private"] = room.restored(row.fields)
@@ -2846,12 +2844,11 @@ class SavedList:
 
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
-    def __init__(self, database, registry, disk, health, rooms):
+    def __init__(self, database, registry, disk, health):
         self.database = database
         self.registry = registry
         self.disk = disk                # the WorkerThread that calls the Database
         self.health = health            # that of Core
-        self.rooms = rooms              # the games of section 10
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
@@ -2873,7 +2870,7 @@ class SavedList:
             if wall - row.last_seen > HOUR:         # it has probably gone
                 continue
             with contextlib.suppress(Malformed, Refused):
-                server = restored_server(row, now, wall, self.rooms)
+                server = restored_server(row, now, wall)
                 # Only servers that the ini names are listed without responding. Those need not be
                 # restored, because the poller lists them again anyway
                 if server is None or not server.responding:
@@ -2923,7 +2920,7 @@ class SavedList:
         for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
-                rows.append(listed_row(server, wall - now, self.rooms))
+                rows.append(listed_row(server, wall - now))
                 departed.discard(key)
         self.batch_began = now
 
@@ -13079,7 +13076,7 @@ class MasterLogs:
         try:
             values = list(json.loads(record))
             row = self.checked_row(read_row(values[:column_count]))
-            server = restored_server(row, time.monotonic(), time.time(), ROOMS)
+            server = restored_server(row, time.monotonic(), time.time())
         except (ValueError, TypeError, RecursionError, Malformed, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
@@ -13217,7 +13214,7 @@ class Cluster:
                                    last_seen=0.0, fields={})
                 is_confirmed = True
             else:
-                record = listed_row(server, epoch, ROOMS)
+                record = listed_row(server, epoch)
                 is_confirmed = server.confirmed
             records.append((record, is_confirmed))
         return records
@@ -13921,8 +13918,7 @@ class MasterServer:
         self.database = Database(path) if path else None
         self.saved_list = None
         if self.database is not None:
-            self.saved_list = SavedList(
-                self.database, self.registry, self.disk, self.health, ROOMS)
+            self.saved_list = SavedList(self.database, self.registry, self.disk, self.health)
         self.on_event = on_event
         self.epoch = time.time() - time.monotonic()
         self.resolve = self.host_names.resolve
