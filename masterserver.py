@@ -14765,7 +14765,7 @@ def fetch_any_dialect(room, host, port, tls=False, **choice):
         room.dialect = dialect
         try:
             return list(fetch_list(room, host, port or room.master_port, tls, **choice))
-        except (socket.timeout, ConnectionResetError, Malformed) as error:
+        except (TimeoutError, ConnectionResetError, Malformed) as error:
             if not room.dialects:
                 raise
             troubles.append("none in the %s dialect (%s)" % (dialect, error_text(error)))
