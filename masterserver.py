@@ -2466,6 +2466,13 @@ class Remembered(NamedTuple):
     name: str
 
 
+def first_value(rows, otherwise=None):
+    """Return the value in the first of these rows, which have one column, or `otherwise`."""
+    for value, in rows:
+        return value
+    return otherwise
+
+
 def mean_and_peak(numbers):
     """Return the stored mean and peak of some stored numbers, 0 if all of them are 0."""
     present = [number for number in numbers if number != 0]
@@ -2536,7 +2543,7 @@ class Database:
         db = self._db = sqlite3.connect(self.path, timeout=0.2, check_same_thread=False,
                                         isolation_level="IMMEDIATE")
         tables = {sql for sql, in db.execute("SELECT sql FROM sqlite_master")}
-        version, = db.execute("PRAGMA user_version").fetchone()
+        version = first_value(db.execute("PRAGMA user_version"))
         if not tables:
             db.executescript("; ".join(
                 ("BEGIN IMMEDIATE", *SCHEMA, "PRAGMA user_version = 1", "COMMIT")))
@@ -2611,9 +2618,8 @@ class Database:
         with self._transaction() as db:
             db.execute("INSERT INTO server (game, address, port) SELECT '', '', ? WHERE NOT"
                        " EXISTS (SELECT * FROM server WHERE game = '' AND port >= 0)", (proposed,))
-            number, = db.execute(
-                "SELECT port FROM server WHERE game = '' AND port >= 0").fetchone()
-            return number
+            return first_value(db.execute(
+                "SELECT port FROM server WHERE game = '' AND port >= 0"))
 
     # The history
 
@@ -2680,20 +2686,14 @@ class Database:
         return means_by_key
 
     def _server_id(self, db, game, address, port):
-        row = db.execute("SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
-                         (game, address, port)).fetchone()
-        if row is None:
-            return None
-        server_id, = row
-        return server_id
+        return first_value(db.execute(
+            "SELECT id FROM server WHERE game = ? AND address = ? AND port = ?",
+            (game, address, port)))
 
     def _block(self, db, form, start, server_id):
-        row = db.execute("SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
-                         (form.step, start, server_id)).fetchone()
-        if row is None:
-            return bytes(form.numbers.size)
-        block, = row
-        return block
+        return first_value(db.execute(
+            "SELECT samples FROM block WHERE step = ? AND start = ? AND server = ?",
+            (form.step, start, server_id)), bytes(form.numbers.size))
 
     def _write_samples(self, db, form, first_time, server_id, numbers):
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
@@ -2707,8 +2707,8 @@ class Database:
     def _roll_up(self, db, minute):
         """Compute the samples of quarters and hours from the latest blocks of minutes, without
         those that were written while the clock ran ahead."""
-        hour, = db.execute("SELECT max(start) FROM block WHERE step = ? AND start <= ?",
-                           (MINUTE, minute)).fetchone()
+        hour = first_value(db.execute(
+            "SELECT max(start) FROM block WHERE step = ? AND start <= ?", (MINUTE, minute)))
         for server_id, block in db.execute(
                 "SELECT server, samples FROM block WHERE step = ? AND start = ?",
                 (MINUTE, hour)).fetchall():
@@ -2725,9 +2725,8 @@ class Database:
         # the last 24 hours has a sample
         hour = BLOCK_FORMS[MINUTE].block_start(minute)
         for start in range(hour - DAY, hour, HOUR):
-            sample = db.execute("SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1",
-                                (MINUTE, start)).fetchone()
-            if sample is None:
+            if not first_value(db.execute(
+                    "SELECT 1 FROM block WHERE step = ? AND start = ? LIMIT 1", (MINUTE, start))):
                 return
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = ? AND start < ?",
@@ -2777,12 +2776,11 @@ STORED_FIELDS: Dict[str, type] = {
 }
 
 
-def listed_row(server, epoch, rooms):
-    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock,
-    `rooms` has the games of section 10 by their ids."""
+def listed_row(server, epoch):
+    """Return the ListedRow of a server. `epoch` is the wall clock minus the monotonic clock."""
     fields = {name: getattr(server, name) for name in STORED_FIELDS}
-    if server.room in rooms:
-        fields.update(rooms[server.room].stored(server))
+    if server.room in ROOMS:
+        fields.update(ROOMS[server.room].stored(server))
     last_seen = server.last_seen + epoch
     return ListedRow(
         server.game, server.address, server.port,
@@ -2792,7 +2790,7 @@ def listed_row(server, epoch, rooms):
         fields=fields)
 
 
-def restored_server(row, now, wall, rooms):
+def restored_server(row, now, wall):
     """Return the Server that a ListedRow describes, marked as unconfirmed, or None if the row has
     impossible values. Raise Malformed if a private attribute of a room has.
 
@@ -2811,7 +2809,7 @@ def restored_server(row, now, wall, rooms):
         elif expected_type is int:
             value = clamp(value)
         fields[name] = value
-    for room in rooms.values():
+    for room in ROOMS.values():
         if room.owns(row.game, fields.get("details", NO_DETAILS)):
             fields["room"] = room.game
             fields["private"] = room.restored(row.fields)
@@ -2846,12 +2844,11 @@ class SavedList:
 
     One batch is written at a time. If a batch fails, the next one has all servers."""
 
-    def __init__(self, database, registry, disk, health, rooms):
+    def __init__(self, database, registry, disk, health):
         self.database = database
         self.registry = registry
         self.disk = disk                # the WorkerThread that calls the Database
         self.health = health            # that of Core
-        self.rooms = rooms              # the games of section 10
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
@@ -2873,7 +2870,7 @@ class SavedList:
             if wall - row.last_seen > HOUR:         # it has probably gone
                 continue
             with contextlib.suppress(Malformed, Refused):
-                server = restored_server(row, now, wall, self.rooms)
+                server = restored_server(row, now, wall)
                 # Only servers that the ini names are listed without responding. Those need not be
                 # restored, because the poller lists them again anyway
                 if server is None or not server.responding:
@@ -2923,7 +2920,7 @@ class SavedList:
         for key in changed_keys:
             server = self.registry.get(*key)
             if server and not server.master:
-                rows.append(listed_row(server, wall - now, self.rooms))
+                rows.append(listed_row(server, wall - now))
                 departed.discard(key)
         self.batch_began = now
 
@@ -9195,11 +9192,9 @@ class PageContext(NamedTuple):
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
     def room(self, server):
-        """Return the room of a server's game."""
         return self.rooms.get(server.room, PLAIN_GAME)
 
     def game_title(self, game):
-        """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
 
 
@@ -9254,7 +9249,6 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the marks beside the name of a server, each with an explanation as its title."""
     badges = (
         (server.official, "official", "Marked as official by the operator of this list"),
         (not server.confirmed, "unconfirmed",
@@ -9295,12 +9289,10 @@ def render_sparkline(counts):
 
 
 def without_gaps(counts):
-    """Return the player counts without the None that stands where the server was away."""
     return [count for count in counts if count is not None]
 
 
 def number_text(number):
-    """Return a number with commas between the thousands: "1,003"."""
     return format(number, ",")
 
 
@@ -9332,7 +9324,6 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 
 def render_tab(link, text, is_current, count=""):
-    """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
         '<a href="$link" aria-current="$current">$text<small>$count</small></a>\n',
         link=link,
@@ -9346,8 +9337,9 @@ def render_tab(link, text, is_current, count=""):
 def list_summary(servers):
     """Return what a chat shows of the link to a list: its totals, and who has players."""
     played = [server for server in servers if server.players]
+    players = sum([server.players for server in servers])
     summary = "%s on %d of %s" % (
-        total_players_text(servers), len(played), count_text(len(servers), "server"))
+        count_text(players, "player"), len(played), count_text(len(servers), "server"))
     previews = []
     for server in played[:5]:               # more than a chat shows
         name = server.name or endpoint_text(server.address, server.port)
@@ -9357,14 +9349,10 @@ def list_summary(servers):
     return summary
 
 
-def total_players_text(servers):
-    """Return the number of players on all these servers together: "312 players"."""
-    return count_text(sum([server.players for server in servers]), "player")
-
-
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
-    totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    players = sum([server.players for server in servers])
+    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
     return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
                          spark=spark, totals=Html(bold_totals))
@@ -9390,8 +9378,8 @@ def render_game_tabs(context, counts, chosen_game):
 def render_search(list_filter, country_counts):
     """Return the search form with the values of a ListFilter.
 
-    `country_counts` has the number of servers in each country that has any. The choice of countries
-    is hidden if none is known. A chosen country is offered even without servers."""
+    `country_counts` has the number of servers in each country that has any. A chosen country is
+    offered even without servers."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
@@ -9461,9 +9449,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
 def render_rows(context, servers, hourly_players, epoch, wall):
     """Return the table rows of these servers as Html.
 
-    `hourly_players` maps a server's key to its player counts of the last 24 hours. `wall` is the
-    present time in seconds since 1970, and `epoch` the difference between it and the monotonic
-    clock, by which servers note when they were last seen."""
+    `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
+    difference between `wall` and the monotonic clock, by which servers were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
         return render_server_row(context, server, spark)
@@ -9620,33 +9607,25 @@ def server_facts(context, server, is_listed, history, wall):
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
-        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+        # Samples from before the server was first seen do not count
+        samples_before = int((server.first_seen - series.start) // series.step)
+        samples = series.means[max(0, samples_before):]
+        if samples:
+            # The share is rounded down, so that it is 100 % only if the server was always there
+            permille = 1000 * (len(samples) - samples.count(None)) // len(samples)
+            facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
-def uptime_text(series, first_seen):
-    """Return the uptime of a server in the time of a Series as text: "99.8 % of the time".
-
-    Samples from before the server was first seen do not count. Return "" if there are no others."""
-    samples_before = int((first_seen - series.start) // series.step)
-    samples = series.means[max(0, samples_before):]
-    if not samples:
-        return ""
-    present_count = len(samples) - samples.count(None)
-    # The share is rounded down, so that it is 100 % only if the server was always there
-    permille = 1000 * present_count // len(samples)
-    return "%.4g %% of the time" % (permille / 10)
-
-
-# --- The pages for checks and errors -------------------------------------------------------------
+# --- The page for checks --------------------------------------------------------------------------
 
 def render_check_page(context, address, port, findings, listed, wall):
-    """Return the page that says what became of an address's packets, as UTF-8 bytes.
+    """Return the page as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` are from finding(). `listed` has the servers at
-    that address that are listed now; their times, and `wall`, are in seconds since 1970."""
+    `port` is 0 for all ports. `listed` has the servers at that address that are listed now; their
+    times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -9674,12 +9653,6 @@ def render_check_page(context, address, port, findings, listed, wall):
         listed=listed_pieces,
         findings=finding_list)
     return render_page(context, "Is my server listed?", main=main)
-
-
-def render_error_page(context, status, reason, hint):
-    """Return the page for an error such as 404 "Not Found"; `hint` says what to do about it."""
-    main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
-    return render_page(context, reason, main=main)
 
 
 # --- The chart of a server's players -------------------------------------------------------------
@@ -10184,7 +10157,8 @@ class HttpSession(Session):
             body = to_json({"listed": False, "reason": hint})
         reason = http.client.responses[status]
         if body is None and "text/html" in request.header("Accept"):
-            body = render_error_page(self.web.look, status, reason, hint)
+            page = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
+            body = render_page(self.web.look, reason, main=page)
             media_type = HTML_TYPE
         elif body is None:
             body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
@@ -10328,7 +10302,6 @@ class Web(TcpProtocol):
             self.registry.forget_entries()
 
     def forget_responses(self):
-        """Empty the caches of lists and of whole responses."""
         self.lists.clear()
         self.empty_caches()
 
@@ -10581,7 +10554,6 @@ def with_times(entry, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    """Return all fields of the listed servers. The query is a ListFilter."""
     def render(servers):
         entries = []
         for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
@@ -10684,9 +10656,8 @@ def with_wall_times(server, epoch):
 
 
 def get_server(web, request):
-    """Return the response with the page of one server, which the query names.
-
-    A server that has left the list has a page too, if the database remembers it."""
+    """Return the page of one server. One that has left the list has a page, too, if the database
+    remembers it."""
     key, span = query_history(request)
     database = web.core.database
 
@@ -10718,10 +10689,10 @@ def get_server(web, request):
 
 
 def get_banner(web, request):
-    """Return the response with a picture of one server, which the query names, for other pages.
+    """Return a picture of one server for other pages, an SVG of 560 × 95 pixels.
 
-    The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
-    because a page that embeds it cannot show a text instead."""
+    It is made for unknown servers too, with status 404, because a page that embeds it cannot show a
+    text instead."""
     key, _ = query_history(request)
     server = web.registry.get(*key)
     database = web.core.database
@@ -10764,7 +10735,6 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """Return the response with the player counts of one server, or of a whole game, as JSON."""
     key, span = query_history(request)
     game, address, port = key
     database = web.core.database
@@ -10773,15 +10743,8 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game,
-            "address": address,
-            "port": port,
-            "span": span,
-            "start": series.start,
-            "step": series.step,
-            "players": series.means,
-            "peak": series.peaks,
-        })
+            "game": game, "address": address, "port": port, "span": span, "start": series.start,
+            "step": series.step, "players": series.means, "peak": series.peaks})
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
@@ -10793,34 +10756,14 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-def announced_text(value, max_characters):
-    """Return a text that is safe to show, also for a number; None for any other value."""
-    if isinstance(value, (bool, list, dict)):
-        return None
-    return clean(str(value), max_characters)
-
-
-def announced_number(value, low):
-    """Return a number of JSON or its digits as an int; None if it is not from `low` to 65535."""
-    text = "" if isinstance(value, (list, dict)) else str(value)
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
-    number = int(match.group(1)) if match else -1
-    return number if low <= number <= PLAYERS_MAX else None
-
-
-# What an announcement may say: the function that reads a value, its limit, and the error
-ANNOUNCED_FIELDS = {
-    "game": (announced_text, NAME_CHARACTERS, "game is not a text"),
-    "port": (announced_number, 1, "port: expected a number from 1 to 65535"),
-    "action": (announced_text, NAME_CHARACTERS, "action is not a text"),
-    "name": (announced_text, NAME_CHARACTERS, "name is not a text"),
-    "mode": (announced_text, NAME_CHARACTERS, "mode is not a text"),
-    "map": (announced_text, NAME_CHARACTERS, "map is not a text"),
-    "version": (announced_text, NAME_CHARACTERS, "version is not a text"),
-    "description": (announced_text, TEXT_CHARACTERS, "description is not a text"),
-    "players": (announced_number, 0, "players: expected a number from 0 to 65535"),
-    "max_players": (announced_number, 0, "max_players: expected a number from 0 to 65535"),
-}
+# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
+# values
+ANNOUNCED_TEXTS = {
+    "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
+    "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
+    "description": TEXT_CHARACTERS}
+ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
+ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
 
 
 class OwnGame(Game):
@@ -10940,7 +10883,6 @@ def form_json(body, field):
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused."""
     try:
         members = read_json_object(body)
     except Malformed as error:
@@ -10976,12 +10918,20 @@ def form_values(body):
 
 
 def announced_value(name, value):
-    """Return the value of a field as ANNOUNCED_FIELDS says. Raise Refused if it is wrong."""
-    read, limit, error = ANNOUNCED_FIELDS[name]
-    result = read(value, limit)
-    if result is None:
-        raise Refused("bad packet", error)
-    return result
+    """Return the value of one of ANNOUNCED_FIELDS, a clean text or a number. Raise Refused.
+
+    A text may come as a number of JSON, and a number as a text."""
+    if name in ANNOUNCED_TEXTS:
+        if isinstance(value, (bool, list, dict)):
+            raise Refused("bad packet", name + " is not a text")
+        return clean(str(value), ANNOUNCED_TEXTS[name])
+    low = ANNOUNCED_NUMBERS[name]
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    number = int(match.group(1)) if match else -1
+    if not low <= number <= PLAYERS_MAX:
+        raise Refused("bad packet", "%s: expected a number from %d to 65535" % (name, low))
+    return number
 
 
 def announced_game(web, value):
@@ -11082,13 +11032,12 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
-def get_check(web, request):
-    """Return the response with the page that says what became of an address's packets.
 
-    The query names the address, by default the client's own, and perhaps a port. The listed servers
-    on the page are copies, with times in seconds since 1970."""
+
+def get_check(web, request):
+    """Return the page that says what became of the packets of an address, by default the client's
+    own, and perhaps of one port."""
     address, port = query_endpoint(request, request.address)
-    wall = request.now + web.epoch
     listed = []
     for server in web.registry.servers():
         if address in (server.address, server.source) and port in (0, server.port):
@@ -11096,8 +11045,8 @@ def get_check(web, request):
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
-    findings += recorded_findings(web, address, port, listed, wall)
-    page = render_check_page(web.look, address, port, findings, listed, wall)
+    findings += recorded_findings(web, address, port, listed, request.wall)
+    page = render_check_page(web.look, address, port, findings, listed, request.wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -11109,9 +11058,19 @@ def current_outcomes(web, request, address, listed):
     rules = web.rules
     outcomes = []
     for server in listed:
-        if server.responding:
-            room = web.rooms.get(server.room)
-            outcomes.append((listed_outcome(server, room), server.found_at))
+        room = web.rooms.get(server.room)
+        if not server.responding:
+            continue
+        outcome = "listed"
+        if not server.confirmed:
+            outcome = "unconfirmed"
+        elif server.found_at:
+            outcome = "found"
+        elif server.address in LOCAL_NETWORKS:
+            outcome = "private"
+        elif ":" in server.address and room and room.ipv4_list:
+            outcome = "ipv6"
+        outcomes.append((outcome, server.found_at))
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
     if ban_reason:
         outcomes.append(("banned", ban_reason))
@@ -11121,24 +11080,9 @@ def current_outcomes(web, request, address, listed):
     return list(dict.fromkeys(outcomes))
 
 
-def listed_outcome(server, room):
-    """Return the key in OUTCOMES that says how a listed server of this room stands."""
-    if not server.confirmed:
-        return "unconfirmed"
-    if server.found_at:
-        return "found"
-    if server.address in LOCAL_NETWORKS:
-        return "private"
-    if ":" in server.address and room and room.ipv4_list:
-        return "ipv6"
-    return "listed"
-
-
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about the packets that came from an address, as HTML, the latest first.
-
-    `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
-    CHECK_FINDINGS findings are returned."""
+    """
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
@@ -11166,11 +11110,9 @@ def recorded_findings(web, address, port, listed, wall):
 
 
 def finding(outcome, detail, arrival=""):
-    """Return one finding of the page /check as HTML.
+    """Return one finding of the page /check as HTML. `arrival` says when a packet came, if any did.
 
-    `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
-    came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
-    protocol added by somebody else, is its own title."""
+    An outcome that is not in OUTCOMES, from a protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
     return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
@@ -11214,27 +11156,13 @@ METRICS = {
 
 def get_metrics(web, request):
     """Return all metrics, in the text format of Prometheus, version 0.0.4."""
-    values = metric_values(web, request.now)
-    lines = []
-    for name, help in METRICS.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines.append("# HELP masterserver_%s %s\n" % (name, help))
-        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
-        for labels, value in values[name].items():
-            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
-    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-def metric_values(web, now):
-    """Return the values of all metrics: a dict by name of dicts by labels.
-
-    Labels are text, such as '{game="aio"}'; a metric without labels has the key ""."""
     core = web.core
-    values = collections.defaultdict(dict)
+    # By the name of the metric, and by its labels, such as '{game="aio"}'; "" for no labels
+    values: Any = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
         for field, value in vars(tally).items():
             values[field + "_total"]['{protocol="%s"}' % protocol] = value
-    for game, census in web.registry.census(now).items():
+    for game, census in web.registry.census(request.now).items():
         for field, value in census._asdict().items():
             values[field]['{game="%s"}' % game] = value
     for (route, status), value in web.request_counts.items():
@@ -11257,7 +11185,14 @@ def metric_values(web, now):
         if state.fetched is not None:
             values["upstream_fetched_seconds"][labels] = state.fetched
     values["info"]['{version="%s"}' % __version__] = 1
-    return values
+    lines = []
+    for name, help in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append("# HELP masterserver_%s %s\n" % (name, help))
+        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
+        for labels, value in values[name].items():
+            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
+    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def get_healthz(web, request):
@@ -11278,9 +11213,7 @@ def get_healthz(web, request):
 
 
 def text_route(text, media_type, setting=""):
-    """Return the function of a route that serves `text`.
-
-    If the setting of this name names a file, the function serves the text of that file instead."""
+    """Return the function of a route that serves `text`, or the file that this setting names."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
         return HttpResponse((file_text or text).encode(), media_type, is_public=True)
@@ -11324,27 +11257,27 @@ ROUTES = {
 
 # Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
-ZERO_WIDTH_SPACE = "\u200b"
+# The pattern of the marks in a name that would change the format of a message, and what replaces it
+NEWS_MARKS = {
+    # A backslash before each mark, so that Markdown shows the mark itself
+    "discord": (MARK, r"\\\g<0>"),
+    # Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
+    # mark, or run of equal marks, has no effect on a space that follows it, here one without width
+    "slack": (r"(%s)\1*" % MARK, "\\g<0>\u200b"),
+}
 
 
-def escape_markdown(name):
-    """Return a name with a backslash before each mark, so that Markdown shows the mark itself."""
-    return re.sub(MARK, r"\\\g<0>", name)
+def news_message(message_format, server, titles, settings, entry):
+    """Return the media type and the body of a message that fills [notify] text for a server.
 
+    `message_format` is "discord", "slack", "text" or "json". `titles` are those of the games, by
+    their ids, `entry` is the server's entry in /servers.json."""
+    def escape(text):
+        if message_format not in NEWS_MARKS:
+            return text
+        pattern, replacement = NEWS_MARKS[message_format]
+        return re.sub(pattern, replacement, text)
 
-def separate_marks(name):
-    """Return a name with a zero-width space after each mark, or run of equal marks.
-
-    Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
-    mark has no effect on a space that follows it."""
-    return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
-
-
-def news_text(server, titles, settings, escape=str):
-    """Fill the template in the setting [notify] text for a server, and return the text.
-
-    `titles` are those of the games, by their ids. `escape(name)` escapes the marks in a name that
-    would change the format of the message."""
     title = titles.get(server.game)
     if title is None:
         title = server.details.get("gamename", server.game)
@@ -11359,34 +11292,14 @@ def news_text(server, titles, settings, escape=str):
         country=escape(country_name(server.country) or "?"),
         url=url,
         players=server.players,
-        max_players=server.max_players or "?")
-    return text.strip()
-
-
-# The functions below return the media type and the body of a message. `entry` is the server's entry
-# in /servers.json
-
-def discord_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, escape_markdown)
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
-
-
-def slack_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, separate_marks)
-    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
-
-
-def text_news(server, titles, settings, entry):
-    return TEXT_TYPE, news_text(server, titles, settings).encode()
-
-
-def json_news(server, titles, settings, entry):
-    text = to_json(news_text(server, titles, settings))
-    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
-
-
-# The functions that write a message, by the formats that a line of [webhooks] can name
-NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
+        max_players=server.max_players or "?").strip()
+    if message_format == "discord":
+        return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+    if message_format == "slack":
+        return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+    if message_format == "json":
+        return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (to_json(text), entry)
+    return TEXT_TYPE, text.encode()
 
 
 # ================================================================================================
@@ -12567,8 +12480,8 @@ class News:
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
-            format_news = NEWS_FORMATS[hook.format]
-            media_type, body = format_news(server, titles, self.settings, json_entry)
+            media_type, body = news_message(
+                hook.format, server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
             hook.submit(delivery, on_result=None)
 
@@ -13162,7 +13075,7 @@ class MasterLogs:
         try:
             values = list(json.loads(record))
             row = self.checked_row(read_row(values[:column_count]))
-            server = restored_server(row, time.monotonic(), time.time(), ROOMS)
+            server = restored_server(row, time.monotonic(), time.time())
         except (ValueError, TypeError, RecursionError, Malformed, Refused) as error:
             log_failure(Malformed(error), self.tally, master, "cluster", record)
             return UNREADABLE
@@ -13300,7 +13213,7 @@ class Cluster:
                                    last_seen=0.0, fields={})
                 is_confirmed = True
             else:
-                record = listed_row(server, epoch, ROOMS)
+                record = listed_row(server, epoch)
                 is_confirmed = server.confirmed
             records.append((record, is_confirmed))
         return records
@@ -14003,8 +13916,7 @@ class MasterServer:
         self.database = Database(path) if path else None
         self.saved_list = None
         if self.database is not None:
-            self.saved_list = SavedList(
-                self.database, self.registry, self.disk, self.health, ROOMS)
+            self.saved_list = SavedList(self.database, self.registry, self.disk, self.health)
         self.on_event = on_event
         self.epoch = time.time() - time.monotonic()
         self.resolve = self.host_names.resolve
@@ -14828,7 +14740,7 @@ def fetch_any_dialect(room, host, port, tls=False, **choice):
         room.dialect = dialect
         try:
             return list(fetch_list(room, host, port or room.master_port, tls, **choice))
-        except (socket.timeout, ConnectionResetError, Malformed) as error:
+        except (TimeoutError, ConnectionResetError, Malformed) as error:
             if not room.dialects:
                 raise
             troubles.append("none in the %s dialect (%s)" % (dialect, error_text(error)))
@@ -15098,8 +15010,7 @@ def command_notify(arguments):
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
-        format_news = NEWS_FORMATS[format_name]
-        media_type, body = format_news(server, titles, settings, entry)
+        media_type, body = news_message(format_name, server, titles, settings, entry)
         http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):

@@ -1292,7 +1292,7 @@ class ListOnDisk(DatabaseCase):
                                (step, start, server, samples.ljust(size, b"\0")))
             db.commit()
         database = self.database()
-        iceball, zone = [ms.restored_server(row, 0.0, T0, ms.ROOMS)
+        iceball, zone = [ms.restored_server(row, 0.0, T0)
                          for row in database.load()]
         self.assertEqual(
             (*iceball.key, iceball.name, iceball.mode, iceball.playing, iceball.room,
@@ -2887,8 +2887,8 @@ class SubSpaceWorld:
         world = SubSpaceWorld()
         world.zones = self.zones
         for server in self.registry.servers():
-            row = ms.listed_row(server, 0.0, ms.ROOMS)
-            again = ms.restored_server(row, 0.0, self.now, ms.ROOMS)
+            row = ms.listed_row(server, 0.0)
+            again = ms.restored_server(row, 0.0, self.now)
             world.registry.insert(again)
             world.room.resume(again)
         world.registry.silence_counts_from = 0.0
@@ -6483,12 +6483,12 @@ class EveryGame(unittest.TestCase):
         """The world after a restart, with what was listed."""
         after = type(before)()
         server, = before.servers()
-        row = ms.listed_row(server, 0.0, ms.ROOMS)
+        row = ms.listed_row(server, 0.0)
         fields = dict(row.fields)
         if as_row:                      # as the first version stored them
             fields = [fields.get(name) for name in ms.FIRST_FIELDS]
         row = ms.read_row(row._replace(fields=json.dumps(fields)))
-        restored = ms.restored_server(row, 0.0, before.now, ms.ROOMS)
+        restored = ms.restored_server(row, 0.0, before.now)
         self.assertFalse(restored.confirmed)
         after.registry.insert(restored)
         after.here.resume(restored)
@@ -6844,10 +6844,10 @@ class FuzzTest(unittest.TestCase):
         registry = self.core.registry
         with contextlib.suppress(*NOT_LISTED, TypeError, ValueError, RecursionError):
             row = ms.read_row(row)
-            server = ms.restored_server(row, self.now, 10.0, self.core.rooms)
+            server = ms.restored_server(row, self.now, 10.0)
             if server is not None and registry.get(*server.key) is None:
                 registry.check_admission(server.key, server.source, server.name)
-                json.dumps(ms.listed_row(server, 0.0, self.core.rooms).fields)
+                json.dumps(ms.listed_row(server, 0.0).fields)
                 if server.game == "mygame":
                     registry.insert(server)
 
@@ -8314,7 +8314,7 @@ class LuantiTest(WebCase):
             for key, most in ("clients_list", 4096), ("mods", 8192):
                 self.assertEqual(entry[key], names[:most // name_bytes])
             server, = self.registry.servers()
-            record = ms.to_json((*ms.listed_row(server, 0.0, self.core.rooms), True))
+            record = ms.to_json((*ms.listed_row(server, 0.0), True))
             self.assertLess(len(ms.to_json(entry)), 14_000)
             self.assertLess(len(record), 30_000)
         page = self.get("/server?game=luanti&address=%s&port=36302" % self.HERE)[2].decode()
@@ -8582,9 +8582,9 @@ class LuantiTest(WebCase):
         self.say(LUANTI_UPDATE)
         server, = self.registry.servers()
         before = self.found()["list"]
-        row = ms.listed_row(server, 1000.0, self.core.rooms)
+        row = ms.listed_row(server, 1000.0)
         self.registry.remove_own(server)
-        server = ms.restored_server(row, 5.0, 1005.0, self.core.rooms)
+        server = ms.restored_server(row, 5.0, 1005.0)
         self.registry.insert(server)
         self.luanti.resume(server)
         self.poll(31)
@@ -9152,9 +9152,9 @@ class DdnetTest(WebCase):
         """All are back after a restart of the master. Who does not register within 30 s leaves."""
         places = self.all_four()
         server, = self.registry.servers()
-        row = ms.listed_row(server, 1000.0, {"ddnet": ms.Ddnet})
+        row = ms.listed_row(server, 1000.0)
         self.start()
-        again = ms.restored_server(row, 10.0, 1010.0, {"ddnet": ms.Ddnet})
+        again = ms.restored_server(row, 10.0, 1010.0)
         self.registry.silence_counts_from = 10.0
         self.registry.insert(again)
         self.ddnet.resume(again)
@@ -9517,7 +9517,7 @@ class CountryFileTest(unittest.TestCase):
         chance = random.Random(200)
         networks = {}
         # In this order, as a network may not be cut into by one that comes before it
-        for bits in sorted(chance.randrange(8, 33) for _ in range(3000)):
+        for bits in sorted(chance.randrange(8, 33) for _ in range(1000)):
             number = chance.getrandbits(bits) << 32 - bits
             for network in (number, bits), (0x20 << 120 | number << 88, bits + 8):
                 networks[str(ipaddress.ip_network(network))] = chance.choice(("DE", "NL", "FR"))
@@ -9531,7 +9531,7 @@ class CountryFileTest(unittest.TestCase):
             ours = ms.CountryFile(raw)
             reference = maxminddb.open_database(io.BytesIO(raw), maxminddb.MODE_FD)
             found = 0
-            for _ in range(20_000):
+            for _ in range(10_000):
                 address = str(ipaddress.IPv4Address(chance.getrandbits(32)))
                 if chance.random() < 0.5:
                     address = str(ipaddress.IPv6Address(2 << 124 | chance.getrandbits(124)))
@@ -9539,7 +9539,7 @@ class CountryFileTest(unittest.TestCase):
                 country = record.get("country", {}).get("iso_code", "").lower()
                 self.assertEqual(ours.country(address), country, (len(raw), address))
                 found += bool(country)
-            self.assertGreater(found, 1000, len(raw))
+            self.assertGreater(found, 100, len(raw))
 
 
 class CountriesTest(WebCase):
@@ -9703,7 +9703,9 @@ class CountriesTest(WebCase):
     def test_news(self):
         self.core.settings.values["notify.text"] = "$name in $country"
         for address, text in (("203.0.113.9", "S in Germany"), ("8.8.8.8", "S in ?")):
-            self.assertEqual(ms.news_text(self.list(1, address), {}, self.core.settings), text)
+            _, body = ms.news_message(
+                "text", self.list(1, address), {}, self.core.settings, b"")
+            self.assertEqual(body.decode(), text)
 
 
 class CountryFileOfTheProgram(unittest.TestCase):
@@ -10068,8 +10070,8 @@ class NewsTest(unittest.TestCase):
             entry = ms.with_times(ms.server_json(server), server, WALL, "")
             bodies = {}
             titles = {"iceball": "Iceball"}
-            for format in ms.NEWS_FORMATS:
-                type, body = ms.NEWS_FORMATS[format](server, titles, settings, entry)
+            for format in "discord", "slack", "text", "json":
+                type, body = ms.news_message(format, server, titles, settings, entry)
                 bodies[format] = body.decode("utf-8")
                 self.assertEqual(type, "text/plain; charset=utf-8" if format == "text" else
                                  "application/json; charset=utf-8")
@@ -10093,7 +10095,7 @@ class NewsTest(unittest.TestCase):
                 ("3 of ? are playing on 192.0.2.1:27790 (own, map ?)", {}),
                 ("3 Mine $x", {"notify.text": "$players $game $x", "games.own": "Mine"})):
             settings = ms.Settings(settings)
-            self.assertEqual(ms.text_news(empty, settings["games"], settings, b""),
+            self.assertEqual(ms.news_message("text", empty, settings["games"], settings, b""),
                              ("text/plain; charset=utf-8", text.encode()))
 
     def test_failures_are_tried_again_and_told_once(self):
@@ -11521,8 +11523,7 @@ class SavedListTest(unittest.TestCase):
     def start(self, now: float = 0.0, wall: float = T0, **settings: str) -> ms.SavedList:
         database = ms.Database(self.path)
         self.addCleanup(database.close)
-        saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {},
-                             ms.ROOMS)
+        saved = ms.SavedList(database, make_core(**settings).registry, DiskThread(), {})
         saved.restore(now, wall, {room.game: mock.Mock() for room in ms.GAMES})
         return saved
 
@@ -11610,7 +11611,7 @@ class SavedListTest(unittest.TestCase):
     def restored(self, life: float = 100.0, **fields: Any) -> Optional[ms.Server]:
         row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0,
                            {"verified": "query", **fields})
-        return ms.restored_server(row, 0.0, T0, ms.ROOMS)
+        return ms.restored_server(row, 0.0, T0)
 
     def test_noise_in_a_row_costs_it_alone(self) -> None:
         """What cannot be read is dropped, and no list gets what it has no room for."""
@@ -11785,7 +11786,7 @@ class DiskOfTheProgramTest(unittest.TestCase):
                 ("xonotic", "quake3", {"details": {"gamename": "Xonotic"}})):
             server = ms.Server(game, "203.0.113.9", 1000, "203.0.113.9", 0.0, math.inf,
                                **{"verified": "query", "room": room, **fields})
-            rows.append(ms.listed_row(server, time.time(), ms.ROOMS))
+            rows.append(ms.listed_row(server, time.time()))
         games = {row.game for row in rows}
         some = {"iceball.port": "", "luanti.enabled": "no"}
         for settings, leave in (
@@ -12284,7 +12285,7 @@ class ClusterTest(ClusterCase):
         logs.link, logs.log_name = mock.Mock(), b"log"
         logs.link.ask.side_effect = [b"1", b"1", OSError("out of memory")]
         server = make_server()
-        records = [(ms.listed_row(server, 0.0, ms.ROOMS), True)] * (2 * ms.CLUSTER_BATCH)
+        records = [(ms.listed_row(server, 0.0), True)] * (2 * ms.CLUSTER_BATCH)
         self.assertRaises(OSError, logs.append_records, records)
         self.assertEqual([call.args[:2] for call in logs.link.ask.mock_calls],
                          [("RPUSH", b"p:log"), ("EXPIRE", b"p:log"), ("RPUSH", b"p:log")])
@@ -12362,7 +12363,7 @@ class ClusterTest(ClusterCase):
         a, b = map(self.start, "ab")
         core = make_core()._replace(registry=b.registry)
         hyperbol = ms.Hyperbol(core)
-        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {}, ms.ROOMS)
+        saved = ms.SavedList(mock.Mock(), b.registry, mock.Mock(), {})
         for port in range(1, 60):                       # more than one source may have
             a.registry.rules.max_servers_per_source = 100
             self.hear(a, port, math.inf, "hyperbol", room="hyperbol", private={"flavor": 3})
@@ -13770,13 +13771,11 @@ class ClientTools(unittest.TestCase):
 
     def test_nothing_that_can_be_used(self) -> None:
         """Each question is asked three times."""
-        answer, questions = zlib.compress(bytes(15)), []
-        for bad in (answer[:-5], b"x", zlib.compress(bytes(300000)), zlib.compress(b"\0\xff\xff"),
-                    zlib.compress(b"")):
-            with FakeServer(lambda data: questions.append(data) or [bad]) as server:
-                self.assertIn("what came is not an answer",
-                              self.failing("ping", server.place, "--game", "aio"))
-        self.assertEqual(len(questions), 5 * 3)
+        questions: List[bytes] = []
+        with FakeServer(lambda data: questions.append(data) or [b"x"]) as server:
+            self.assertIn("what came is not an answer",
+                          self.failing("ping", server.place, "--game", "aio"))
+        self.assertEqual(len(questions), 3)
         with FakeServer(lambda data: []) as server, mock.patch.object(ms, "ASK_WAIT_S", 0.05):
             self.assertIn("no answer from UDP port %d" % server.port, self.failing(
                 "ping", "127.0.0.1:%d" % (server.port - 1), "--game", "subspace"))
@@ -13826,24 +13825,21 @@ class ClientTools(unittest.TestCase):
 
     def test_a_text_list_that_cannot_be_read(self) -> None:
         """Then the framed form is asked; if that comes to nothing too, both are told."""
-        framed = hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")
-
         def serve(sock: socket.socket) -> None:
-            question = sock.recv(1000)
-            as_text = question.startswith(b"12#")
-            sock.sendall(b"12#Court#D#203.0.113.9#%s#%%" % port if as_text
-                         else hexa("01000000 00") + answer)
-        for port in b"port", b"", b"-1", b"70000", b"123456":
-            for answer in framed, b"":
-                with FakeServer(serve=serve) as server:
-                    if answer:
-                        found = self.ask("list", server.place, "--game", "aio")["servers"]
-                        self.assertEqual(found, [{"address": "203.0.113.9", "port": 27010}])
-                    else:
-                        self.assertRegex(
-                            self.failing("list", server.place, "--game", "aio"),
-                            r"none in the text dialect \(port: .*\), none in the framed dialect "
-                            r"\(no list came")
+            if sock.recv(1000).startswith(b"12#"):
+                sock.sendall(b"12#Court#D#203.0.113.9#port#%")
+            else:
+                sock.sendall(AIO_GREETING + answer)
+        for answer in AIO_FRAMED_LIST, b"":
+            with FakeServer(serve=serve) as server:
+                if answer:
+                    found = self.ask("list", server.place, "--game", "aio")["servers"]
+                    self.assertEqual([entry["port"] for entry in found], [27010, 27010])
+                else:
+                    self.assertRegex(
+                        self.failing("list", server.place, "--game", "aio"),
+                        r"none in the text dialect \(port: .*\), none in the framed dialect "
+                        r"\(no list came")
 
     def test_a_list_that_is_too_long(self) -> None:
         serve = scripted(HBSL, b"", entry("127.0.0.1", 5) * 3)
