@@ -9192,11 +9192,9 @@ class PageContext(NamedTuple):
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
     def room(self, server):
-        """Return the room of a server's game."""
         return self.rooms.get(server.room, PLAIN_GAME)
 
     def game_title(self, game):
-        """Return the title of the game with this id, or the id if the game has no title."""
         return self.games.get(game, game)
 
 
@@ -9251,7 +9249,6 @@ def server_link(server, path="/server"):
 
 
 def render_badges(server):
-    """Return the marks beside the name of a server, each with an explanation as its title."""
     badges = (
         (server.official, "official", "Marked as official by the operator of this list"),
         (not server.confirmed, "unconfirmed",
@@ -9292,12 +9289,10 @@ def render_sparkline(counts):
 
 
 def without_gaps(counts):
-    """Return the player counts without the None that stands where the server was away."""
     return [count for count in counts if count is not None]
 
 
 def number_text(number):
-    """Return a number with commas between the thousands: "1,003"."""
     return format(number, ",")
 
 
@@ -9329,7 +9324,6 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
 
 def render_tab(link, text, is_current, count=""):
-    """Return one tab: a link with a text and, unless `count` is "", a number beside the text."""
     return fill_template(
         '<a href="$link" aria-current="$current">$text<small>$count</small></a>\n',
         link=link,
@@ -9343,8 +9337,9 @@ def render_tab(link, text, is_current, count=""):
 def list_summary(servers):
     """Return what a chat shows of the link to a list: its totals, and who has players."""
     played = [server for server in servers if server.players]
+    players = sum([server.players for server in servers])
     summary = "%s on %d of %s" % (
-        total_players_text(servers), len(played), count_text(len(servers), "server"))
+        count_text(players, "player"), len(played), count_text(len(servers), "server"))
     previews = []
     for server in played[:5]:               # more than a chat shows
         name = server.name or endpoint_text(server.address, server.port)
@@ -9354,14 +9349,10 @@ def list_summary(servers):
     return summary
 
 
-def total_players_text(servers):
-    """Return the number of players on all these servers together: "312 players"."""
-    return count_text(sum([server.players for server in servers]), "player")
-
-
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
-    totals = "%s on %s" % (total_players_text(servers), count_text(len(servers), "server"))
+    players = sum([server.players for server in servers])
+    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
     return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
                          spark=spark, totals=Html(bold_totals))
@@ -9387,8 +9378,8 @@ def render_game_tabs(context, counts, chosen_game):
 def render_search(list_filter, country_counts):
     """Return the search form with the values of a ListFilter.
 
-    `country_counts` has the number of servers in each country that has any. The choice of countries
-    is hidden if none is known. A chosen country is offered even without servers."""
+    `country_counts` has the number of servers in each country that has any. A chosen country is
+    offered even without servers."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
     boxes = []
@@ -9458,9 +9449,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
 def render_rows(context, servers, hourly_players, epoch, wall):
     """Return the table rows of these servers as Html.
 
-    `hourly_players` maps a server's key to its player counts of the last 24 hours. `wall` is the
-    present time in seconds since 1970, and `epoch` the difference between it and the monotonic
-    clock, by which servers note when they were last seen."""
+    `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
+    difference between `wall` and the monotonic clock, by which servers were last seen."""
     def render(server):
         spark = render_sparkline(hourly_players.get(server.key, ()))
         return render_server_row(context, server, spark)
@@ -9617,33 +9607,25 @@ def server_facts(context, server, is_listed, history, wall):
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
-        facts.append(("Uptime, past " + span, uptime_text(series, server.first_seen)))
+        # Samples from before the server was first seen do not count
+        samples_before = int((server.first_seen - series.start) // series.step)
+        samples = series.means[max(0, samples_before):]
+        if samples:
+            # The share is rounded down, so that it is 100 % only if the server was always there
+            permille = 1000 * (len(samples) - samples.count(None)) // len(samples)
+            facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
 
 
-def uptime_text(series, first_seen):
-    """Return the uptime of a server in the time of a Series as text: "99.8 % of the time".
-
-    Samples from before the server was first seen do not count. Return "" if there are no others."""
-    samples_before = int((first_seen - series.start) // series.step)
-    samples = series.means[max(0, samples_before):]
-    if not samples:
-        return ""
-    present_count = len(samples) - samples.count(None)
-    # The share is rounded down, so that it is 100 % only if the server was always there
-    permille = 1000 * present_count // len(samples)
-    return "%.4g %% of the time" % (permille / 10)
-
-
-# --- The pages for checks and errors -------------------------------------------------------------
+# --- The page for checks --------------------------------------------------------------------------
 
 def render_check_page(context, address, port, findings, listed, wall):
-    """Return the page that says what became of an address's packets, as UTF-8 bytes.
+    """Return the page as UTF-8 bytes.
 
-    `port` is 0 for all ports. `findings` are from finding(). `listed` has the servers at
-    that address that are listed now; their times, and `wall`, are in seconds since 1970."""
+    `port` is 0 for all ports. `listed` has the servers at that address that are listed now; their
+    times, and `wall`, are in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
@@ -9671,12 +9653,6 @@ def render_check_page(context, address, port, findings, listed, wall):
         listed=listed_pieces,
         findings=finding_list)
     return render_page(context, "Is my server listed?", main=main)
-
-
-def render_error_page(context, status, reason, hint):
-    """Return the page for an error such as 404 "Not Found"; `hint` says what to do about it."""
-    main = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
-    return render_page(context, reason, main=main)
 
 
 # --- The chart of a server's players -------------------------------------------------------------
@@ -10181,7 +10157,8 @@ class HttpSession(Session):
             body = to_json({"listed": False, "reason": hint})
         reason = http.client.responses[status]
         if body is None and "text/html" in request.header("Accept"):
-            body = render_error_page(self.web.look, status, reason, hint)
+            page = fill_template(ERROR_PAGE, status=status, reason=reason, hint=hint)
+            body = render_page(self.web.look, reason, main=page)
             media_type = HTML_TYPE
         elif body is None:
             body = ("%d %s\n%s\n" % (status, reason, hint)).encode()
@@ -10325,7 +10302,6 @@ class Web(TcpProtocol):
             self.registry.forget_entries()
 
     def forget_responses(self):
-        """Empty the caches of lists and of whole responses."""
         self.lists.clear()
         self.empty_caches()
 
@@ -10578,7 +10554,6 @@ def with_times(entry, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    """Return all fields of the listed servers. The query is a ListFilter."""
     def render(servers):
         entries = []
         for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
@@ -10681,9 +10656,8 @@ def with_wall_times(server, epoch):
 
 
 def get_server(web, request):
-    """Return the response with the page of one server, which the query names.
-
-    A server that has left the list has a page too, if the database remembers it."""
+    """Return the page of one server. One that has left the list has a page, too, if the database
+    remembers it."""
     key, span = query_history(request)
     database = web.core.database
 
@@ -10715,10 +10689,10 @@ def get_server(web, request):
 
 
 def get_banner(web, request):
-    """Return the response with a picture of one server, which the query names, for other pages.
+    """Return a picture of one server for other pages, an SVG of 560 × 95 pixels.
 
-    The picture is an SVG of 560 × 95 pixels. It is made for unknown servers too, with status 404,
-    because a page that embeds it cannot show a text instead."""
+    It is made for unknown servers too, with status 404, because a page that embeds it cannot show a
+    text instead."""
     key, _ = query_history(request)
     server = web.registry.get(*key)
     database = web.core.database
@@ -10761,7 +10735,6 @@ def get_banner(web, request):
 
 
 def get_history_json(web, request):
-    """Return the response with the player counts of one server, or of a whole game, as JSON."""
     key, span = query_history(request)
     game, address, port = key
     database = web.core.database
@@ -10770,15 +10743,8 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game,
-            "address": address,
-            "port": port,
-            "span": span,
-            "start": series.start,
-            "step": series.step,
-            "players": series.means,
-            "peak": series.peaks,
-        })
+            "game": game, "address": address, "port": port, "span": span, "start": series.start,
+            "step": series.step, "players": series.means, "peak": series.peaks})
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
@@ -10790,34 +10756,14 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-def announced_text(value, max_characters):
-    """Return a text that is safe to show, also for a number; None for any other value."""
-    if isinstance(value, (bool, list, dict)):
-        return None
-    return clean(str(value), max_characters)
-
-
-def announced_number(value, low):
-    """Return a number of JSON or its digits as an int; None if it is not from `low` to 65535."""
-    text = "" if isinstance(value, (list, dict)) else str(value)
-    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
-    number = int(match.group(1)) if match else -1
-    return number if low <= number <= PLAYERS_MAX else None
-
-
-# What an announcement may say: the function that reads a value, its limit, and the error
-ANNOUNCED_FIELDS = {
-    "game": (announced_text, NAME_CHARACTERS, "game is not a text"),
-    "port": (announced_number, 1, "port: expected a number from 1 to 65535"),
-    "action": (announced_text, NAME_CHARACTERS, "action is not a text"),
-    "name": (announced_text, NAME_CHARACTERS, "name is not a text"),
-    "mode": (announced_text, NAME_CHARACTERS, "mode is not a text"),
-    "map": (announced_text, NAME_CHARACTERS, "map is not a text"),
-    "version": (announced_text, NAME_CHARACTERS, "version is not a text"),
-    "description": (announced_text, TEXT_CHARACTERS, "description is not a text"),
-    "players": (announced_number, 0, "players: expected a number from 0 to 65535"),
-    "max_players": (announced_number, 0, "max_players: expected a number from 0 to 65535"),
-}
+# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
+# values
+ANNOUNCED_TEXTS = {
+    "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
+    "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
+    "description": TEXT_CHARACTERS}
+ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
+ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
 
 
 class OwnGame(Game):
@@ -10937,7 +10883,6 @@ def form_json(body, field):
 
 
 def json_values(body):
-    """Return the members of a JSON object that are not null. Raise Refused."""
     try:
         members = read_json_object(body)
     except Malformed as error:
@@ -10973,12 +10918,20 @@ def form_values(body):
 
 
 def announced_value(name, value):
-    """Return the value of a field as ANNOUNCED_FIELDS says. Raise Refused if it is wrong."""
-    read, limit, error = ANNOUNCED_FIELDS[name]
-    result = read(value, limit)
-    if result is None:
-        raise Refused("bad packet", error)
-    return result
+    """Return the value of one of ANNOUNCED_FIELDS, a clean text or a number. Raise Refused.
+
+    A text may come as a number of JSON, and a number as a text."""
+    if name in ANNOUNCED_TEXTS:
+        if isinstance(value, (bool, list, dict)):
+            raise Refused("bad packet", name + " is not a text")
+        return clean(str(value), ANNOUNCED_TEXTS[name])
+    low = ANNOUNCED_NUMBERS[name]
+    text = "" if isinstance(value, (list, dict)) else str(value)
+    match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
+    number = int(match.group(1)) if match else -1
+    if not low <= number <= PLAYERS_MAX:
+        raise Refused("bad packet", "%s: expected a number from %d to 65535" % (name, low))
+    return number
 
 
 def announced_game(web, value):
@@ -11079,13 +11032,12 @@ OUTCOMES = {
         "It was listed then, and has since fallen silent, or this master's settings no longer "
         "allow it. Is the game server running, and does it still announce itself here?"),
 }
-def get_check(web, request):
-    """Return the response with the page that says what became of an address's packets.
 
-    The query names the address, by default the client's own, and perhaps a port. The listed servers
-    on the page are copies, with times in seconds since 1970."""
+
+def get_check(web, request):
+    """Return the page that says what became of the packets of an address, by default the client's
+    own, and perhaps of one port."""
     address, port = query_endpoint(request, request.address)
-    wall = request.now + web.epoch
     listed = []
     for server in web.registry.servers():
         if address in (server.address, server.source) and port in (0, server.port):
@@ -11093,8 +11045,8 @@ def get_check(web, request):
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
-    findings += recorded_findings(web, address, port, listed, wall)
-    page = render_check_page(web.look, address, port, findings, listed, wall)
+    findings += recorded_findings(web, address, port, listed, request.wall)
+    page = render_check_page(web.look, address, port, findings, listed, request.wall)
     return HttpResponse(page, HTML_TYPE)
 
 
@@ -11106,9 +11058,19 @@ def current_outcomes(web, request, address, listed):
     rules = web.rules
     outcomes = []
     for server in listed:
-        if server.responding:
-            room = web.rooms.get(server.room)
-            outcomes.append((listed_outcome(server, room), server.found_at))
+        room = web.rooms.get(server.room)
+        if not server.responding:
+            continue
+        outcome = "listed"
+        if not server.confirmed:
+            outcome = "unconfirmed"
+        elif server.found_at:
+            outcome = "found"
+        elif server.address in LOCAL_NETWORKS:
+            outcome = "private"
+        elif ":" in server.address and room and room.ipv4_list:
+            outcome = "ipv6"
+        outcomes.append((outcome, server.found_at))
     ban_reason = rules.ban_reason(address, rules.listed_address(address))
     if ban_reason:
         outcomes.append(("banned", ban_reason))
@@ -11118,24 +11080,9 @@ def current_outcomes(web, request, address, listed):
     return list(dict.fromkeys(outcomes))
 
 
-def listed_outcome(server, room):
-    """Return the key in OUTCOMES that says how a listed server of this room stands."""
-    if not server.confirmed:
-        return "unconfirmed"
-    if server.found_at:
-        return "found"
-    if server.address in LOCAL_NETWORKS:
-        return "private"
-    if ":" in server.address and room and room.ipv4_list:
-        return "ipv6"
-    return "listed"
-
-
 def recorded_findings(web, address, port, listed, wall):
     """Return the findings about the packets that came from an address, as HTML, the latest first.
-
-    `port` 0 means all ports. `listed` has the servers that are listed for the address. At most
-    CHECK_FINDINGS findings are returned."""
+    """
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
@@ -11163,11 +11110,9 @@ def recorded_findings(web, address, port, listed, wall):
 
 
 def finding(outcome, detail, arrival=""):
-    """Return one finding of the page /check as HTML.
+    """Return one finding of the page /check as HTML. `arrival` says when a packet came, if any did.
 
-    `detail` completes the advice for the outcome. `arrival` is the HTML that says when a packet
-    came; it is "" if the finding is not about a packet. An outcome that is not in OUTCOMES, from a
-    protocol added by somebody else, is its own title."""
+    An outcome that is not in OUTCOMES, from a protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
     return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
@@ -11211,27 +11156,13 @@ METRICS = {
 
 def get_metrics(web, request):
     """Return all metrics, in the text format of Prometheus, version 0.0.4."""
-    values = metric_values(web, request.now)
-    lines = []
-    for name, help in METRICS.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines.append("# HELP masterserver_%s %s\n" % (name, help))
-        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
-        for labels, value in values[name].items():
-            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
-    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-def metric_values(web, now):
-    """Return the values of all metrics: a dict by name of dicts by labels.
-
-    Labels are text, such as '{game="aio"}'; a metric without labels has the key ""."""
     core = web.core
-    values = collections.defaultdict(dict)
+    # By the name of the metric, and by its labels, such as '{game="aio"}'; "" for no labels
+    values: Any = collections.defaultdict(dict)
     for protocol, tally in core.tallies.items():
         for field, value in vars(tally).items():
             values[field + "_total"]['{protocol="%s"}' % protocol] = value
-    for game, census in web.registry.census(now).items():
+    for game, census in web.registry.census(request.now).items():
         for field, value in census._asdict().items():
             values[field]['{game="%s"}' % game] = value
     for (route, status), value in web.request_counts.items():
@@ -11254,7 +11185,14 @@ def metric_values(web, now):
         if state.fetched is not None:
             values["upstream_fetched_seconds"][labels] = state.fetched
     values["info"]['{version="%s"}' % __version__] = 1
-    return values
+    lines = []
+    for name, help in METRICS.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append("# HELP masterserver_%s %s\n" % (name, help))
+        lines.append("# TYPE masterserver_%s %s\n" % (name, kind))
+        for labels, value in values[name].items():
+            lines.append("masterserver_%s%s %r\n" % (name, labels, value))
+    return HttpResponse("".join(lines).encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def get_healthz(web, request):
@@ -11275,9 +11213,7 @@ def get_healthz(web, request):
 
 
 def text_route(text, media_type, setting=""):
-    """Return the function of a route that serves `text`.
-
-    If the setting of this name names a file, the function serves the text of that file instead."""
+    """Return the function of a route that serves `text`, or the file that this setting names."""
     def get_text(web, request):
         file_text = web.settings.texts.get(setting)
         return HttpResponse((file_text or text).encode(), media_type, is_public=True)
@@ -11321,27 +11257,27 @@ ROUTES = {
 
 # Any punctuation mark of ASCII, because each of them has a meaning in some dialect of Markdown
 MARK = "[%s]" % re.escape(string.punctuation)
-ZERO_WIDTH_SPACE = "\u200b"
+# The pattern of the marks in a name that would change the format of a message, and what replaces it
+NEWS_MARKS = {
+    # A backslash before each mark, so that Markdown shows the mark itself
+    "discord": (MARK, r"\\\g<0>"),
+    # Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
+    # mark, or run of equal marks, has no effect on a space that follows it, here one without width
+    "slack": (r"(%s)\1*" % MARK, "\\g<0>\u200b"),
+}
 
 
-def escape_markdown(name):
-    """Return a name with a backslash before each mark, so that Markdown shows the mark itself."""
-    return re.sub(MARK, r"\\\g<0>", name)
+def news_message(message_format, server, titles, settings, entry):
+    """Return the media type and the body of a message that fills [notify] text for a server.
 
+    `message_format` is "discord", "slack", "text" or "json". `titles` are those of the games, by
+    their ids, `entry` is the server's entry in /servers.json."""
+    def escape(text):
+        if message_format not in NEWS_MARKS:
+            return text
+        pattern, replacement = NEWS_MARKS[message_format]
+        return re.sub(pattern, replacement, text)
 
-def separate_marks(name):
-    """Return a name with a zero-width space after each mark, or run of equal marks.
-
-    Slack's format has no backslash, and other programs that accept it read Markdown. In both, a
-    mark has no effect on a space that follows it."""
-    return re.sub(r"(%s)\1*" % MARK, r"\g<0>" + ZERO_WIDTH_SPACE, name)
-
-
-def news_text(server, titles, settings, escape=str):
-    """Fill the template in the setting [notify] text for a server, and return the text.
-
-    `titles` are those of the games, by their ids. `escape(name)` escapes the marks in a name that
-    would change the format of the message."""
     title = titles.get(server.game)
     if title is None:
         title = server.details.get("gamename", server.game)
@@ -11356,34 +11292,14 @@ def news_text(server, titles, settings, escape=str):
         country=escape(country_name(server.country) or "?"),
         url=url,
         players=server.players,
-        max_players=server.max_players or "?")
-    return text.strip()
-
-
-# The functions below return the media type and the body of a message. `entry` is the server's entry
-# in /servers.json
-
-def discord_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, escape_markdown)
-    return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
-
-
-def slack_news(server, titles, settings, entry):
-    text = news_text(server, titles, settings, separate_marks)
-    return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
-
-
-def text_news(server, titles, settings, entry):
-    return TEXT_TYPE, news_text(server, titles, settings).encode()
-
-
-def json_news(server, titles, settings, entry):
-    text = to_json(news_text(server, titles, settings))
-    return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (text, entry)
-
-
-# The functions that write a message, by the formats that a line of [webhooks] can name
-NEWS_FORMATS = {"discord": discord_news, "slack": slack_news, "text": text_news, "json": json_news}
+        max_players=server.max_players or "?").strip()
+    if message_format == "discord":
+        return JSON_TYPE, to_json({"content": text, "allowed_mentions": {"parse": []}})
+    if message_format == "slack":
+        return JSON_TYPE, to_json({"text": html.escape(text, quote=False)})
+    if message_format == "json":
+        return JSON_TYPE, b'{"event":"players","text":%s,"server":%s}' % (to_json(text), entry)
+    return TEXT_TYPE, text.encode()
 
 
 # ================================================================================================
@@ -12439,8 +12355,7 @@ class Webhook(WorkerThread):
     def deliver(self, until, media_type, body):
         """Send one message, in at most WEBHOOK_TRIES attempts, before the time `until`.
 
-        A response with status 429 only asks for a pause, and does not count as an attempt. The log
-        says when this webhook begins to fail and when it works again."""
+        The log says when this webhook begins to fail and when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -12450,7 +12365,7 @@ class Webhook(WorkerThread):
                 log.warning("%s answers: %s", self.name, status)
             if not is_failing:
                 return
-            if status != "429":
+            if status != "429":         # which only asks for a pause
                 attempts += 1
             pause_s = WEBHOOK_RETRY_S
             if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
@@ -12565,8 +12480,8 @@ class News:
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
         for hook in self.hooks.values():
-            format_news = NEWS_FORMATS[hook.format]
-            media_type, body = format_news(server, titles, self.settings, json_entry)
+            media_type, body = news_message(
+                hook.format, server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
             hook.submit(delivery, on_result=None)
 
@@ -13952,8 +13867,7 @@ class MasterServer:
     several instances."""
 
     thread: Optional[threading.Thread] = None       # the thread of start()
-    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector, which waits
-    # for `wake_in`
+    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector
     selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
@@ -14021,7 +13935,7 @@ class MasterServer:
         """Open all sockets and restore the saved list. A second call does nothing. Raise StartError
         if a socket cannot be bound; then everything is closed again.
 
-        run() closes everything when it ends. A caller that never calls run() must call close()."""
+        A caller that never calls run() must call close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
@@ -14074,8 +13988,8 @@ class MasterServer:
             self.thread.join()
 
     def finish_requests(self):
-        """Stop accepting connections, and wait up to STOP_S for the answers to requests that have
-        arrived already. Some clients crash if a reset cuts an answer off."""
+        """Accept no more, and wait up to STOP_S for the answers to requests that have arrived
+        already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
         deadline = now + STOP_S
         for listener in self.tcp_listeners:
@@ -14094,13 +14008,11 @@ class MasterServer:
             now = time.monotonic()
 
     def close(self):
-        """Save the list once more and close everything.
-
-        Servers that are listed while they are connected stay in the saved list, so that they can
-        come back after a restart. For this reason the list is saved before the connections are
-        closed."""
+        """Save the list once more and close everything."""
         self.stopping = True
         now = time.monotonic()
+        # Before the connections are closed: servers that are listed while they are connected stay
+        # in the saved list, so that they can come back after a restart
         if self.saved_list and self.registry.altered:
             self.saved_list.save(now, time.time(), samples=[])
         if not self.disk.stop(STOP_DISK_S):
@@ -14127,8 +14039,8 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Run one round of the event loop: wait until a socket is ready, a tick is due or the time
-        `until` has come, handle all sockets that are ready, and make the ticks that are due."""
+        """Run one round of the loop: wait until a socket is ready, a tick is due or the time
+        `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -14200,22 +14112,18 @@ class MasterServer:
         if there is none. So an operator who binds several addresses puts the one that can reach all
         peers first."""
         address, *_ = peer
-        is_ipv6 = ":" in address
-        udp_socket = self.tick_sockets.get((protocol, is_ipv6))
+        udp_socket = self.tick_sockets.get((protocol, ":" in address))
         if udp_socket:
             udp_socket.send([(data, peer)])
 
     def set_epoch(self):
-        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds. The
-        difference changes when somebody sets the wall clock."""
+        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds."""
         self.epoch = time.time() - time.monotonic()
         for protocol in self.protocols:
             protocol.epoch = self.epoch
 
     def tell_changes(self):
-        """Tell everybody who wants to know what has changed in the list since the last tick.
-
-        The log gets at most LOGGED_EVENTS lines of it."""
+        """Tell everybody who wants to know what has changed in the list since the last tick."""
         changes = self.registry.changes
         self.registry.changes = []
         logged = []
@@ -14390,7 +14298,7 @@ class MasterServer:
 
     def on_settings_read(self, result, now):
         """Apply what has changed in the Settings that the disk thread has read, and have it read
-        the certificate and the countries. If `result` is an exception, keep all old settings."""
+        the certificate and the countries."""
         if isinstance(result, Exception):
             log.error("the old settings stay in force: %s", result)
             return
@@ -14408,7 +14316,6 @@ class MasterServer:
             self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
-        """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
             report(self.health, "new certificate", "the old one stays in force: %s" % result)
             return
@@ -14419,8 +14326,7 @@ class MasterServer:
         self.certificate = result
 
     def on_country_file(self, result, now):
-        """Use the CountryFile that the disk thread has read, or None if the settings name none,
-        unless `result` is an exception."""
+        """Use the CountryFile that the disk thread has read, or None if the settings name none."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
             return
@@ -14431,8 +14337,7 @@ class MasterServer:
             log.info("file with countries read: %s", country_file_text(result))
 
     def apply_settings(self, now):
-        """Let changed settings take effect in the registry, the protocols and the log. Close the
-        connections of addresses that are blocked now."""
+        """Let changed settings take effect, and close the connections of blocked addresses."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
@@ -14496,7 +14401,6 @@ class AnnouncedMaster:
             log.log(level, "%s: %s", self.name, state)
 
     def web_place(self):
-        """Return the place for http_answer()."""
         return self.host, self.port, self.tls, self.address
 
     def on_step(self, step):
@@ -14568,7 +14472,6 @@ class Announcement:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def read_master(self, text):
-        """Return the AnnouncedMaster for HOST[:PORT] or https://HOST[:PORT]. Raise ValueError."""
         host, named_port, tls = read_master_place(text)
         if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
@@ -14615,8 +14518,7 @@ class Announcement:
 
     def run(self):
         """Announce until stop() is called or, with give_up, until all masters have refused."""
-        # The socket is opened before the threads start, because a master may query the server as
-        # soon as it is announced
+        # A master may query the server as soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
         for master in self.masters:
@@ -14730,9 +14632,7 @@ class Announcement:
         self.update_players(last_line)
 
     def update_players(self, line):
-        """Announce the number of players in a line in the format of read_players().
-
-        Any thread may call this. A line that cannot be read is logged, and changes nothing."""
+        """Announce what a line says, in the format of read_players(). Any thread may call this."""
         if not line.strip():        # a file that is being written is empty for a moment
             return
         try:
@@ -14742,23 +14642,17 @@ class Announcement:
             self.complain_once(error)
 
     def complain_once(self, error):
-        """Log that the players are not known, unless the log says so already.
-
-        A script that writes a wrong line may do so every second."""
+        # A script that writes a wrong line may do so every second
         if not self.has_complained:
             log.warning("the players are not known: %s", error)
         self.has_complained = True
-
-
-# The number of players, then perhaps "/" and the maximum, then perhaps a space and the map
-PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
     """Return the fields of Announcement in a line such as `5`, `5/16` or `5/16 map name`.
 
     They are players, max_players and map. Raise ValueError for a line in another format."""
-    match = PLAYERS_LINE.fullmatch(line.strip())
+    match = re.fullmatch(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?", line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     players, max_players, map = match.groups()
@@ -14771,9 +14665,6 @@ def read_players(line):
 
 
 def command_announce(arguments):
-    """Run the command `announce` until a signal comes or standard input ends.
-
-    Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
     for name in ANNOUNCED_ATTRIBUTES:
         value = getattr(arguments, name, None)
@@ -14788,7 +14679,7 @@ def command_announce(arguments):
     except ValueError as error:
         raise SettingsError("announce: %s" % error) from None
     start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
-    stop_on_signals(announcement.stop)
+    on_signals(announcement.stop, *STOP_SIGNALS)
     if from_stdin or arguments.exit_with_stdin:
         read_stdin(announcement.update_players, announcement.stop)
     announcement.run()
@@ -14849,7 +14740,7 @@ def fetch_any_dialect(room, host, port, tls=False, **choice):
         room.dialect = dialect
         try:
             return list(fetch_list(room, host, port or room.master_port, tls, **choice))
-        except (socket.timeout, ConnectionResetError, Malformed) as error:
+        except (TimeoutError, ConnectionResetError, Malformed) as error:
             if not room.dialects:
                 raise
             troubles.append("none in the %s dialect (%s)" % (dialect, error_text(error)))
@@ -14926,6 +14817,9 @@ def read_stdin(on_line, on_end):
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+STOP_SIGNALS = "SIGINT", "SIGTERM", "SIGBREAK"      # the first is Ctrl+C, the last Ctrl+Break
+
+
 def on_signals(call, *names):
     """Call `call()` whenever one of the signals with these names comes. Windows has no SIGHUP,
     other systems have no SIGBREAK."""
@@ -14934,15 +14828,9 @@ def on_signals(call, *names):
             signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
-def stop_on_signals(stop):
-    """Call `stop()` on Ctrl+C, SIGTERM and, under Windows, Ctrl+Break."""
-    on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
-
-
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Serve until a signal comes. With --print-config or --check only print, and return."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14958,7 +14846,7 @@ def command_serve(arguments):
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
     master_server = MasterServer(settings, reload=reload)
     on_signals(lambda: master_server.post(master_server.reload), "SIGHUP")
-    stop_on_signals(master_server.stop)
+    on_signals(master_server.stop, *STOP_SIGNALS)
     try:
         serve(master_server, arguments)
     except StartError as error:
@@ -15110,8 +14998,7 @@ def check_upstreams(settings):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Run the command `notify`: post a message about an invented server to the named webhooks or,
-    without names, to all of them. Print the status of each."""
+    """Post a message about an invented server to the named webhooks or, without names, to all."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -15123,8 +15010,7 @@ def command_notify(arguments):
         if name not in webhooks:
             raise ToolError(EXIT_USAGE, "[webhooks] has no such NAME: '%s'" % without_secrets(name))
         format_name, url = webhooks[name].split()
-        format_news = NEWS_FORMATS[format_name]
-        media_type, body = format_news(server, titles, settings, entry)
+        media_type, body = news_message(format_name, server, titles, settings, entry)
         http_status, _ = post_url(url, media_type, body)
         say("%s: %s" % (name, http_status))
         if not http_status.startswith("2"):
@@ -15135,7 +15021,6 @@ def command_notify(arguments):
 # --- list and ping ------------------------------------------------------------------------------
 
 def command_ping(arguments):
-    """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = ping(ROOMS[arguments.game](), host, port)
@@ -15147,7 +15032,6 @@ def command_ping(arguments):
 
 
 def command_list(arguments):
-    """Run the command `list`: fetch the list of a master and print it."""
     room = ROOMS[arguments.game]()
     host, port, tls = arguments.endpoint
     port = port or room.master_port
@@ -15171,46 +15055,39 @@ def failing_query(host, port):
 def print_result(arguments, host, port, result):
     """Print the result of a query, which is a dict: with --json as JSON, otherwise as text."""
     result = {"game": arguments.game, "address": host, "port": port, **result}
+    lines = []
     if arguments.json:
         say(json.dumps(result, indent=2))
         return
     if "servers" in result:
-        lines = [server_line(server) for server in result["servers"]]
+        for server in result["servers"]:
+            players = str(server.get("players", "-"))
+            if server.get("max_players"):
+                players += "/%d" % server["max_players"]
+            endpoint = endpoint_text(server["address"], server["port"])
+            lines.append("%7s  %-21s  %s" % (players, endpoint, server.get("name", "")))
         say("\n".join(lines) or "no servers")
         return
-    lines = []
     for name, value in result.items():
         if value not in (None, ""):
             lines.append("%-12s %s" % (name, value))
     say("\n".join(lines))
 
 
-def server_line(server):
-    """Return the line that `list` prints for a server: its players, its endpoint and its name."""
-    players = str(server.get("players", "-"))
-    if server.get("max_players"):
-        players += "/%d" % server["max_players"]
-    endpoint = endpoint_text(server["address"], server["port"])
-    return "%7s  %-21s  %s" % (players, endpoint, server.get("name", ""))
-
-
 # --- Export -------------------------------------------------------------------------------------
 
-# The time for all queries. It is enough for 3,000 servers that do not answer
-EXPORT_TOTAL_S = 60.0
-# The time for each answer of the FTP server, whose disk may have to spin up
-EXPORT_FTP_S = 30.0
+EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server; its disk may have to spin up
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 
 
 def command_export(arguments):
-    """Run the command `export`: once or, with --every, again and again until a signal comes."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
     # Each of these signals raises KeyboardInterrupt, even in the middle of a query
-    stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
+    on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None), *STOP_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             try:
