@@ -11532,7 +11532,7 @@ class SavedListTest(unittest.TestCase):
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
         saved = self.start()
-        self.hear(saved, 1, verified="handshake", playing=2, details={"mod": "x"})
+        self.hear(saved, 1, verified="handshake", players=3, playing=2, details={"mod": "x"})
         self.hear(saved, 2, verified="query", lifetime=math.inf)
         self.hear(saved, 3, game="aio", address="2001:db8::1", verified="connection",
                   lifetime=math.inf)
