@@ -1305,8 +1305,8 @@ class CountryFile:
 
 # --- Limits by source ----------------------------------------------------------------------------
 #
-# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
-# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+# to the source /64, because one host can have all the addresses in it, and to the site /48, because
 # anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
