@@ -1305,8 +1305,8 @@ class CountryFile:
 
 # --- Limits by source ----------------------------------------------------------------------------
 #
-# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
-# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+# to the source /64, because one host can have all the addresses in it, and to the site /48, because
 # anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
@@ -9191,12 +9191,6 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
-    def room(self, server):
-        return self.rooms.get(server.room, PLAIN_GAME)
-
-    def game_title(self, game):
-        return self.games.get(game, game)
-
 
 # The room of the games that announce themselves by POST /announce
 PLAIN_GAME = Game()
@@ -9475,7 +9469,7 @@ def render_server_row(context, server, spark):
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     limit = server.max_players
@@ -9491,7 +9485,7 @@ def render_server_row(context, server, spark):
         f'<tr role="row"{row_class}>'
         f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
         f'{render_badges(server)}'
-        f'<td role="cell">{escape(context.game_title(server.game))}'
+        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
         f'<td role="cell">{escape(room.mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
         f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
@@ -9526,10 +9520,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     badges = play = players_chart = ""
     if is_listed:
-        texts = [context.game_title(server.game), room.mode_text(server), server.map]
+        texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -9581,10 +9575,10 @@ def server_facts(context, server, is_listed, history, wall):
     address = endpoint_text(server.address, server.port)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
+        ("Game", context.games.get(server.game, server.game)),
     ]
     if is_listed:
-        room = context.room(server)
+        room = context.rooms.get(server.room, PLAIN_GAME)
         players = str(server.players)
         if server.max_players:
             players += " of %d" % server.max_players
@@ -10719,7 +10713,7 @@ def get_banner(web, request):
             name=clean(name) or endpoint,
             state=state,
             players=players,
-            game=web.look.game_title(clean(game)),
+            game=web.look.games.get(game, clean(game)),
             place=place,
             spark=render_sparkline(web.hourly_players.get(key, ())))
         # Its style is inside it, because an image on another page cannot load a style sheet
@@ -10756,8 +10750,8 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
-# values
+# What an announcement may say: the texts with their greatest lengths, and the numbers with their
+# lowest values
 ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
@@ -11102,7 +11096,7 @@ def recorded_findings(web, address, port, listed, wall):
         arrival = fill_template(
             '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
-            protocol=web.look.game_title(protocol),
+            protocol=web.look.games.get(protocol, protocol),
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)

@@ -5257,7 +5257,7 @@ class PagesTest(unittest.TestCase):
             web = web_of([server])
             self.holds(page_of(web, link_to(server)), "<dt>Mode</dt><dd>%s</dd>" % words,
                        " · <bdi>%s</bdi> · " % words, "<dt>People</dt><dd>2</dd>",
-                       "players · %s · %s · " % (web.look.game_title(game), words),
+                       "players · %s · %s · " % (web.look.games[game], words),
                        lacks=("Hidden", "Tag<", "Gamename<"))
             self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
             self.holds(page_of(web, "/servers.json"), '"mode":"%s"' % mode)
