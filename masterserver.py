@@ -1305,8 +1305,8 @@ class CountryFile:
 
 # --- Limits by source ----------------------------------------------------------------------------
 #
-# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
-# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+# to the source /64, because one host can have all the addresses in it, and to the site /48, because
 # anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
@@ -10022,7 +10022,7 @@ class HttpSession(Session):
             self.cache = self.web.caches["https"]
 
     def opened(self, now):
-        return self.refuse(self.refusal, now)
+        return self.refuse(self.refusal, now) if self.refusal else b""
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -11321,6 +11321,8 @@ for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
+# The settings of all ports. Without a value they open none
+PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
 # ================================================================================================
 # 11  Event loop

@@ -78,7 +78,7 @@ HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
 NO_PORTS = {"server.bind": "127.0.0.1",
-            **{name: "" for name in ms.SETTINGS if name.endswith((".port", ".ports"))}}
+            **dict.fromkeys(ms.PORT_SETTINGS, "")}
 # How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
 # nobody waits so long when all goes well
 SOON_S = 30.0
