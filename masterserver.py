@@ -9191,12 +9191,6 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
-    def room(self, server):
-        return self.rooms.get(server.room, PLAIN_GAME)
-
-    def game_title(self, game):
-        return self.games.get(game, game)
-
 
 # The room of the games that announce themselves by POST /announce
 PLAIN_GAME = Game()
@@ -9475,7 +9469,7 @@ def render_server_row(context, server, spark):
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     limit = server.max_players
@@ -9491,7 +9485,7 @@ def render_server_row(context, server, spark):
         f'<tr role="row"{row_class}>'
         f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
         f'{render_badges(server)}'
-        f'<td role="cell">{escape(context.game_title(server.game))}'
+        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
         f'<td role="cell">{escape(room.mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
         f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
@@ -9526,10 +9520,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     badges = play = players_chart = ""
     if is_listed:
-        texts = [context.game_title(server.game), room.mode_text(server), server.map]
+        texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -9581,10 +9575,10 @@ def server_facts(context, server, is_listed, history, wall):
     address = endpoint_text(server.address, server.port)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
+        ("Game", context.games.get(server.game, server.game)),
     ]
     if is_listed:
-        room = context.room(server)
+        room = context.rooms.get(server.room, PLAIN_GAME)
         players = str(server.players)
         if server.max_players:
             players += " of %d" % server.max_players
@@ -10719,7 +10713,7 @@ def get_banner(web, request):
             name=clean(name) or endpoint,
             state=state,
             players=players,
-            game=web.look.game_title(clean(game)),
+            game=web.look.games.get(game, clean(game)),
             place=place,
             spark=render_sparkline(web.hourly_players.get(key, ())))
         # Its style is inside it, because an image on another page cannot load a style sheet
@@ -10756,8 +10750,8 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
-# values
+# What an announcement may say: the texts with their greatest lengths, and the numbers with their
+# lowest values
 ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
@@ -11102,7 +11096,7 @@ def recorded_findings(web, address, port, listed, wall):
         arrival = fill_template(
             '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
-            protocol=web.look.game_title(protocol),
+            protocol=web.look.games.get(protocol, protocol),
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
@@ -12357,8 +12351,7 @@ class Webhook(WorkerThread):
     def deliver(self, until, media_type, body):
         """Send one message, in at most WEBHOOK_TRIES attempts, before the time `until`.
 
-        A response with status 429 only asks for a pause, and does not count as an attempt. The log
-        says when this webhook begins to fail and when it works again."""
+        The log says when this webhook begins to fail and when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -12368,7 +12361,7 @@ class Webhook(WorkerThread):
                 log.warning("%s answers: %s", self.name, status)
             if not is_failing:
                 return
-            if status != "429":
+            if status != "429":         # which only asks for a pause
                 attempts += 1
             pause_s = WEBHOOK_RETRY_S
             if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
@@ -13870,8 +13863,7 @@ class MasterServer:
     several instances."""
 
     thread: Optional[threading.Thread] = None       # the thread of start()
-    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector, which waits
-    # for `wake_in`
+    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector
     selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
@@ -13939,7 +13931,7 @@ class MasterServer:
         """Open all sockets and restore the saved list. A second call does nothing. Raise StartError
         if a socket cannot be bound; then everything is closed again.
 
-        run() closes everything when it ends. A caller that never calls run() must call close()."""
+        A caller that never calls run() must call close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
@@ -13992,8 +13984,8 @@ class MasterServer:
             self.thread.join()
 
     def finish_requests(self):
-        """Stop accepting connections, and wait up to STOP_S for the answers to requests that have
-        arrived already. Some clients crash if a reset cuts an answer off."""
+        """Accept no more, and wait up to STOP_S for the answers to requests that have arrived
+        already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
         deadline = now + STOP_S
         for listener in self.tcp_listeners:
@@ -14012,13 +14004,11 @@ class MasterServer:
             now = time.monotonic()
 
     def close(self):
-        """Save the list once more and close everything.
-
-        Servers that are listed while they are connected stay in the saved list, so that they can
-        come back after a restart. For this reason the list is saved before the connections are
-        closed."""
+        """Save the list once more and close everything."""
         self.stopping = True
         now = time.monotonic()
+        # Before the connections are closed: servers that are listed while they are connected stay
+        # in the saved list, so that they can come back after a restart
         if self.saved_list and self.registry.altered:
             self.saved_list.save(now, time.time(), samples=[])
         if not self.disk.stop(STOP_DISK_S):
@@ -14045,8 +14035,8 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Run one round of the event loop: wait until a socket is ready, a tick is due or the time
-        `until` has come, handle all sockets that are ready, and make the ticks that are due."""
+        """Run one round of the loop: wait until a socket is ready, a tick is due or the time
+        `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -14118,22 +14108,18 @@ class MasterServer:
         if there is none. So an operator who binds several addresses puts the one that can reach all
         peers first."""
         address, *_ = peer
-        is_ipv6 = ":" in address
-        udp_socket = self.tick_sockets.get((protocol, is_ipv6))
+        udp_socket = self.tick_sockets.get((protocol, ":" in address))
         if udp_socket:
             udp_socket.send([(data, peer)])
 
     def set_epoch(self):
-        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds. The
-        difference changes when somebody sets the wall clock."""
+        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds."""
         self.epoch = time.time() - time.monotonic()
         for protocol in self.protocols:
             protocol.epoch = self.epoch
 
     def tell_changes(self):
-        """Tell everybody who wants to know what has changed in the list since the last tick.
-
-        The log gets at most LOGGED_EVENTS lines of it."""
+        """Tell everybody who wants to know what has changed in the list since the last tick."""
         changes = self.registry.changes
         self.registry.changes = []
         logged = []
@@ -14308,7 +14294,7 @@ class MasterServer:
 
     def on_settings_read(self, result, now):
         """Apply what has changed in the Settings that the disk thread has read, and have it read
-        the certificate and the countries. If `result` is an exception, keep all old settings."""
+        the certificate and the countries."""
         if isinstance(result, Exception):
             log.error("the old settings stay in force: %s", result)
             return
@@ -14326,7 +14312,6 @@ class MasterServer:
             self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
-        """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
             report(self.health, "new certificate", "the old one stays in force: %s" % result)
             return
@@ -14337,8 +14322,7 @@ class MasterServer:
         self.certificate = result
 
     def on_country_file(self, result, now):
-        """Use the CountryFile that the disk thread has read, or None if the settings name none,
-        unless `result` is an exception."""
+        """Use the CountryFile that the disk thread has read, or None if the settings name none."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
             return
@@ -14349,8 +14333,7 @@ class MasterServer:
             log.info("file with countries read: %s", country_file_text(result))
 
     def apply_settings(self, now):
-        """Let changed settings take effect in the registry, the protocols and the log. Close the
-        connections of addresses that are blocked now."""
+        """Let changed settings take effect, and close the connections of blocked addresses."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
@@ -14414,7 +14397,6 @@ class AnnouncedMaster:
             log.log(level, "%s: %s", self.name, state)
 
     def web_place(self):
-        """Return the place for http_answer()."""
         return self.host, self.port, self.tls, self.address
 
     def on_step(self, step):
@@ -14486,7 +14468,6 @@ class Announcement:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def read_master(self, text):
-        """Return the AnnouncedMaster for HOST[:PORT] or https://HOST[:PORT]. Raise ValueError."""
         host, named_port, tls = read_master_place(text)
         if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
@@ -14533,8 +14514,7 @@ class Announcement:
 
     def run(self):
         """Announce until stop() is called or, with give_up, until all masters have refused."""
-        # The socket is opened before the threads start, because a master may query the server as
-        # soon as it is announced
+        # A master may query the server as soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
         for master in self.masters:
@@ -14648,9 +14628,7 @@ class Announcement:
         self.update_players(last_line)
 
     def update_players(self, line):
-        """Announce the number of players in a line in the format of read_players().
-
-        Any thread may call this. A line that cannot be read is logged, and changes nothing."""
+        """Announce what a line says, in the format of read_players(). Any thread may call this."""
         if not line.strip():        # a file that is being written is empty for a moment
             return
         try:
@@ -14660,23 +14638,17 @@ class Announcement:
             self.complain_once(error)
 
     def complain_once(self, error):
-        """Log that the players are not known, unless the log says so already.
-
-        A script that writes a wrong line may do so every second."""
+        # A script that writes a wrong line may do so every second
         if not self.has_complained:
             log.warning("the players are not known: %s", error)
         self.has_complained = True
-
-
-# The number of players, then perhaps "/" and the maximum, then perhaps a space and the map
-PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
     """Return the fields of Announcement in a line such as `5`, `5/16` or `5/16 map name`.
 
     They are players, max_players and map. Raise ValueError for a line in another format."""
-    match = PLAYERS_LINE.fullmatch(line.strip())
+    match = re.fullmatch(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?", line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     players, max_players, map = match.groups()
@@ -14689,9 +14661,6 @@ def read_players(line):
 
 
 def command_announce(arguments):
-    """Run the command `announce` until a signal comes or standard input ends.
-
-    Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
     for name in ANNOUNCED_ATTRIBUTES:
         value = getattr(arguments, name, None)
@@ -14706,7 +14675,7 @@ def command_announce(arguments):
     except ValueError as error:
         raise SettingsError("announce: %s" % error) from None
     start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
-    stop_on_signals(announcement.stop)
+    on_signals(announcement.stop, *STOP_SIGNALS)
     if from_stdin or arguments.exit_with_stdin:
         read_stdin(announcement.update_players, announcement.stop)
     announcement.run()
@@ -14844,6 +14813,9 @@ def read_stdin(on_line, on_end):
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+STOP_SIGNALS = "SIGINT", "SIGTERM", "SIGBREAK"      # the first is Ctrl+C, the last Ctrl+Break
+
+
 def on_signals(call, *names):
     """Call `call()` whenever one of the signals with these names comes. Windows has no SIGHUP,
     other systems have no SIGBREAK."""
@@ -14852,15 +14824,9 @@ def on_signals(call, *names):
             signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
-def stop_on_signals(stop):
-    """Call `stop()` on Ctrl+C, SIGTERM and, under Windows, Ctrl+Break."""
-    on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
-
-
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Serve until a signal comes. With --print-config or --check only print, and return."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14876,7 +14842,7 @@ def command_serve(arguments):
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
     master_server = MasterServer(settings, reload=reload)
     on_signals(lambda: master_server.post(master_server.reload), "SIGHUP")
-    stop_on_signals(master_server.stop)
+    on_signals(master_server.stop, *STOP_SIGNALS)
     try:
         serve(master_server, arguments)
     except StartError as error:
@@ -15028,8 +14994,7 @@ def check_upstreams(settings):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Run the command `notify`: post a message about an invented server to the named webhooks or,
-    without names, to all of them. Print the status of each."""
+    """Post a message about an invented server to the named webhooks or, without names, to all."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -15052,7 +15017,6 @@ def command_notify(arguments):
 # --- list and ping ------------------------------------------------------------------------------
 
 def command_ping(arguments):
-    """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = ping(ROOMS[arguments.game](), host, port)
@@ -15064,7 +15028,6 @@ def command_ping(arguments):
 
 
 def command_list(arguments):
-    """Run the command `list`: fetch the list of a master and print it."""
     room = ROOMS[arguments.game]()
     host, port, tls = arguments.endpoint
     port = port or room.master_port
@@ -15088,46 +15051,39 @@ def failing_query(host, port):
 def print_result(arguments, host, port, result):
     """Print the result of a query, which is a dict: with --json as JSON, otherwise as text."""
     result = {"game": arguments.game, "address": host, "port": port, **result}
+    lines = []
     if arguments.json:
         say(json.dumps(result, indent=2))
         return
     if "servers" in result:
-        lines = [server_line(server) for server in result["servers"]]
+        for server in result["servers"]:
+            players = str(server.get("players", "-"))
+            if server.get("max_players"):
+                players += "/%d" % server["max_players"]
+            endpoint = endpoint_text(server["address"], server["port"])
+            lines.append("%7s  %-21s  %s" % (players, endpoint, server.get("name", "")))
         say("\n".join(lines) or "no servers")
         return
-    lines = []
     for name, value in result.items():
         if value not in (None, ""):
             lines.append("%-12s %s" % (name, value))
     say("\n".join(lines))
 
 
-def server_line(server):
-    """Return the line that `list` prints for a server: its players, its endpoint and its name."""
-    players = str(server.get("players", "-"))
-    if server.get("max_players"):
-        players += "/%d" % server["max_players"]
-    endpoint = endpoint_text(server["address"], server["port"])
-    return "%7s  %-21s  %s" % (players, endpoint, server.get("name", ""))
-
-
 # --- Export -------------------------------------------------------------------------------------
 
-# The time for all queries. It is enough for 3,000 servers that do not answer
-EXPORT_TOTAL_S = 60.0
-# The time for each answer of the FTP server, whose disk may have to spin up
-EXPORT_FTP_S = 30.0
+EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server; its disk may have to spin up
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 
 
 def command_export(arguments):
-    """Run the command `export`: once or, with --every, again and again until a signal comes."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
     # Each of these signals raises KeyboardInterrupt, even in the middle of a query
-    stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
+    on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None), *STOP_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             try:
