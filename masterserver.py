@@ -6977,13 +6977,17 @@ class Quake3(PolledGame, UdpProtocol):
     titles = QUAKE3_TITLES
     settings = (
         Setting("quake3.port", "27950", read_port,
-                "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+                "UDP port for the servers and clients of Quake III Arena and its family.",
+                live=False),
         Setting("quake3.games", "", list_reader(str.lower),
-                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-        Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: "
+                "all."),
+        Setting("quake3.tags", "",
+                list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
                 "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
         Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-                "Seconds without an answer after which a server is removed, or after missed polls."),
+                "Seconds without an answer after which a server is removed, or after missed "
+                "polls."),
     )
     ports = (Port("udp"),)
     master_port = 27950
@@ -15073,7 +15077,7 @@ def print_result(arguments, host, port, result):
 # --- Export -------------------------------------------------------------------------------------
 
 EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
-EXPORT_FTP_S = 30.0                 # for each answer of the FTP server; its disk may have to spin up
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may sleep
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 
