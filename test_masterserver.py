@@ -11750,7 +11750,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database.save(rows, set())
             database.close()
             free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
-            with ms.MasterServer({**free_ports, **settings, "server.database": self.path}) as server:
+            with ms.MasterServer(
+                    {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
                 self.assertEqual({one.game for one in registry.servers()}, games)
                 registry.expire(time.monotonic() + 61.0)
@@ -13153,7 +13154,8 @@ class AnnouncersInGeneral(unittest.TestCase):
             else:
                 master.on_step(outcomes[len(began) - 1])
                 raise OSError("lost")
-        with mock.patch.object(ms, "time", clock), mock.patch.object(ms, "http_answer") as answers, \
+        with mock.patch.object(ms, "time", clock), \
+                mock.patch.object(ms, "http_answer") as answers, \
                 mock.patch.object(announcement, "talk_to", talk_to):
             announcement.keep_announced(master)
         (place, step), = (call[0] for call in answers.call_args_list)
