@@ -10020,7 +10020,7 @@ class HttpSession(Session):
             self.cache = self.web.caches["https"]
 
     def opened(self, now):
-        return self.refuse(self.refusal, now)
+        return self.refuse(self.refusal, now) if self.refusal else b""
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -11319,6 +11319,8 @@ for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
+# The settings of all ports. Without a value they open none
+PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
 # ================================================================================================
 # 11  Event loop
@@ -15075,7 +15077,7 @@ def print_result(arguments, host, port, result):
 # --- Export -------------------------------------------------------------------------------------
 
 EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
-EXPORT_FTP_S = 30.0             # for each answer of the FTP server; its disk may have to spin up
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may sleep
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 
