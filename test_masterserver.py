@@ -11659,7 +11659,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database = ms.Database(self.path)
             database.save(rows, set())
             database.close()
-            free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
+            free_ports = {**dict.fromkeys(ms.PORT_SETTINGS, "0"), "http.https_ports": "",
+                          "server.bind": "127.0.0.1"}
             with ms.MasterServer(
                     {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
