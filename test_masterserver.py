@@ -133,8 +133,7 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     server = registry.by_fingerprint.get(hash((data, sender)))
     if server is not None and protocol.repeated_from:
         server.last_seen = now
-        answer = protocol.repeat_answer(data)
-        return [(answer, peer)] if answer else []
+        return [(server.repeat_answer, peer)] if server.repeat_answer else []
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
