@@ -1305,8 +1305,8 @@ class CountryFile:
 
 # --- Limits by source ----------------------------------------------------------------------------
 #
-# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
-# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+# to the source /64, because one host can have all the addresses in it, and to the site /48, because
 # anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
@@ -1913,9 +1913,8 @@ class Registry:
     def count_countries(self, game=""):
         """Return the number of servers in each country that has any, of all games or of one."""
         counts = collections.Counter()
-        tables = [self.games.get(game, {})] if game else self.games.values()
-        for table in tables:
-            counts.update([server.country for server in table.values()])
+        for server in self.servers(game):
+            counts[server.country] += 1
         del counts[""]                  # those whose country is not known
         return counts
 
@@ -1940,23 +1939,31 @@ class Registry:
         found in another list is an own one from then on, unless `fields` has `found_at`. `pinned`
         says that the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
+        name = fields.get("name")
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
         if is_new:
-            self.check_admission(
-                key, source, fields.get("name"), pinned, fields.get("found_at", ""))
+            found_at = fields.get("found_at", "")
+            self.check_admission(key, source, name, pinned, found_at)
             if server is not None:
                 # The other master's server is replaced by our own. Nobody is told that it was
                 # gone, because players saw it all the time
                 self.detach(server)
-            new = Server(game, address, port, source, now, lifetime, **clamp_players(fields))
-            new.pinned = pinned
-            self.insert(new)
-            return new
-        self.check_rules(source, address, port, fields.get("name"))
-        server.last_seen, server.lifetime = now, lifetime
-        self.update(server, {"found_at": "", **fields, "source": source, "confirmed": True,
-                             "pinned": pinned})
+            fields = clamp_players(fields)
+            server = Server(game, address, port, source, now, lifetime, **fields)
+            server.pinned = pinned
+            self.insert(server)
+            return server
+        self.check_rules(source, address, port, name)
+        server.last_seen = now
+        server.lifetime = lifetime
+        self.update(server, {
+            "found_at": "",
+            **fields,
+            "source": source,
+            "confirmed": True,
+            "pinned": pinned,
+        })
         return server
 
     def check_admission(self, key, source, name=None, pinned=False, found_at=""):
@@ -1972,10 +1979,12 @@ class Registry:
         self.check_rules(source, address, port, name)
         if pinned:
             return
+        max_servers = self.rules.max_servers
         # A server that another master has listed takes no further room if it is listed here too
-        if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
-            raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
-        self.rules.check_source_limit(self.found if found_at else self.own, source)
+        if self.total >= max_servers and self.get(game, address, port) is None:
+            raise Refused("limit", "this master lists at most %d servers" % max_servers)
+        shares = self.found if found_at else self.own
+        self.rules.check_source_limit(shares, source)
 
     @staticmethod
     def can_be_listed(source, address):
@@ -2002,8 +2011,8 @@ class Registry:
 
     def insert(self, server):
         """Add a server to the list. The caller has checked that it may be listed."""
-        endpoint = server.address, server.port
         rules = self.rules
+        endpoint = server.address, server.port
         server.official = rules.official.get(endpoint, False)
         server.priority = rules.priority.get(endpoint, 0)
         if rules.countries_by_hand or rules.country_file:
@@ -2213,8 +2222,9 @@ class Registry:
             self.outcomes_left = OUTCOMES_PER_S
         if self.outcomes_left > 0:
             self.outcomes_left -= 1
+            key = source, protocol, port
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
-            self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
+            self.outcomes.add(source, key, record, OUTCOMES_PER_SOURCE)
 
     def outcome(self, source, protocol, port):
         """Return the PacketOutcome of the last packet with these, or None."""
@@ -2227,11 +2237,14 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     The other parameters are the present values of those that `fields` may lack."""
     told_players = fields.get("players", players)
     told_playing = fields.get("playing", playing)
-    players = max(0, min(told_players, fields.get("max_players", max_players) or PLAYERS_MAX))
+    maximum = fields.get("max_players", max_players)
+    players = min(told_players, maximum or PLAYERS_MAX)
+    players = max(0, players)
     playing = told_playing
     if playing is not None:
-        playing = max(0, min(playing, players))
-    if (players, playing) == (told_players, told_playing):
+        playing = min(playing, players)
+        playing = max(0, playing)
+    if players == told_players and playing == told_playing:
         return fields
     return {**fields, "players": players, "playing": playing}
 
@@ -3117,15 +3130,18 @@ class Form:
         """Return the fields at the beginning of the data, by name. Raise Malformed."""
         if len(data) < self.size:
             raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
-        fields = self.fields(*self.struct.unpack_from(data))
-        for name, value in self.fixed.items():
-            if getattr(fields, name) != value:
-                raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
+        values = self.struct.unpack_from(data)
+        fields = self.fields(*values)
+        for name, fixed_value in self.fixed.items():
+            value = getattr(fields, name)
+            if value != fixed_value:
+                raise Malformed("%s: %a instead of %a" % (name, value, fixed_value))
         if not self.texts:
             return fields
         texts = {}
         for name in self.texts:
-            texts[name] = decode_legacy(c_string(getattr(fields, name)))
+            raw = c_string(getattr(fields, name))
+            texts[name] = decode_legacy(raw)
         return fields._replace(**texts)
 
     def read_whole(self, data):
@@ -3143,9 +3159,11 @@ class Form:
         """Return the packet with these values; a number without one is 0, a text is empty."""
         ordered = []
         for name in self.fields._fields:
-            value = values.get(name, self.fixed.get(name, 0))
+            default = self.fixed.get(name, 0)
+            value = values.get(name, default)
             if name in self.texts:
-                value = text_field(value or "", self.texts[name], self.encoding)
+                max_bytes = self.texts[name]
+                value = text_field(value or "", max_bytes, self.encoding)
             ordered.append(value)
         return self.struct.pack(*ordered)
 
@@ -3498,8 +3516,10 @@ class Game:
         """Remove the server at `source` and `port`, which signs off by HTTP.
 
         Return whether this source has announced such a server."""
-        server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        is_own = server is not None and server.source == source and not server.master
+        address = self.rules.listed_address(source)
+        server = self.registry.get(self.game, address, port)
+        is_listed_here = server is not None and not server.master
+        is_own = is_listed_here and server.source == source
         if is_own:
             self.registry.remove_own(server)
             self.registry.record_outcome(source, self.game, port, "stopped", now)
@@ -3618,10 +3638,13 @@ def announced_lifetime(answer):
         lifetime_s = float(response.get("ttl", 0))
     if response.get("listed") is True:
         # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
-        return min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
-    reason = str(response.get("reason", "HTTP status %d" % answer.status))
+        lifetime_s = max(TTL_MIN_S, lifetime_s)
+        return min(lifetime_s, TTL_MAX_S)
+    status = answer.status
+    reason = str(response.get("reason", "HTTP status %d" % status))
     # 408 and 429 mean that the request came too slowly, or too soon after others
-    if 400 <= answer.status < 500 and answer.status not in (408, 429):
+    is_temporary = status in (408, 429)
+    if 400 <= status < 500 and not is_temporary:
         # The master's operator may lift the refusal at any time
         raise MasterRefused(reason, again_after_s=RETRY_MAX_S)
     raise OSError("not listed yet: " + reason)
@@ -3904,9 +3927,15 @@ class Poller(UdpProtocol):
         A query that got no answer in time is sent again, if its poll has attempts left."""
         self.ticked_at = now
         # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
-        due = [target for target in self.targets.values() if target.due <= now]
+        due = []
+        for target in self.targets.values():
+            if target.due <= now:
+                due.append(target)
         due.sort(key=lambda target: target.due)
-        ready = [target for target in due if self.is_ready(target, now)]
+        ready = []
+        for target in due:
+            if self.is_ready(target, now):
+                ready.append(target)
         chosen = self.choose_within_rate(ready)
         return [self.open_query(target, now) for target in chosen]
 
@@ -3939,29 +3968,37 @@ class Poller(UdpProtocol):
         of the newcomers that are chosen go to the end of the queue of sources. Servers that were
         found in other lists get what is left of the rate."""
         ready = {target.key for target in targets}
-        newcomers = [target for target in self.newcomers.in_turns() if target.key in ready]
-        listed, found = [], []
+        newcomers = []
+        for target in self.newcomers.in_turns():
+            if target.key in ready:
+                newcomers.append(target)
+        listed = []
+        found = []
         for target in targets:
             if target.why == FOUND:
                 found.append(target)
             elif self.newcomers.get(target.key) is None:
                 listed.append(target)
         # The share is at most half, because a rate of 1 would leave nothing to listed servers
-        share = max(1, self.rate // NEWCOMER_SHARE)
-        share = min(share, self.rate // 2, len(newcomers))
-        chosen = listed[:self.rate - share]
-        for target in newcomers[:self.rate - len(chosen)]:
+        rate = self.rate
+        share = max(1, rate // NEWCOMER_SHARE)
+        share = min(share, rate // 2, len(newcomers))
+        chosen = listed[:rate - share]
+        remaining = rate - len(chosen)
+        for target in newcomers[:remaining]:
             self.newcomers.served(target.key)
             chosen.append(target)
-        return chosen + found[:self.rate - len(chosen)]
+        remaining = rate - len(chosen)
+        return chosen + found[:remaining]
 
     def open_query(self, target, now):
         """Open a query to this target. Return its bytes and the endpoint that they go to."""
-        target.nonce = target.room.nonce()
+        room = target.room
+        target.nonce = room.nonce()
         target.asked_at = now
-        target.due = now + target.room.timeout_s
-        endpoint = target.address, target.port + target.room.offset
-        return target.room.question(target), endpoint
+        target.due = now + room.timeout_s
+        endpoint = target.address, target.port + room.offset
+        return room.question(target), endpoint
 
 
 def next_slot(now, interval, phase):
@@ -4045,22 +4082,33 @@ class PolledGame(Game):
                                         "this came from %s" % (self.title, source))
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, fields.get("name"), target)
-        if target is None or (target.why == FOUND and self.listed_server(target) is None):
-            limit = self.rules.max_servers_per_source
-            if self.rules.exempts(source):
-                limit = MAX_NEWCOMERS
+        server = target and self.listed_server(target)
+        is_new = target is None or (target.why == FOUND and server is None)
+        if is_new:
             self.poller.remove(target)
-            target, pushed_out = self.poller.add_newcomer(self, source, port, limit)
-            if pushed_out is not None:
-                pushed_out.room.report(pushed_out, "busy", now, "too many game servers wait for "
-                                       "their first query; try again in a minute")
+            target = self.add_newcomer(source, port, now)
         elif target.why == FOUND:
             target.why = ANNOUNCED
-        target.announcement, target.lifetime = fields, lifetime
+        target.announcement = fields
+        target.lifetime = lifetime
         self.poller.poll_now(target, now)
-        server = self.listed_server(target)
-        is_answering = server is not None and not server.master and server.responding
-        self.report(target, "listed" if is_answering else "announced", now)
+        outcome = "announced"
+        if self.has_listed(target) and server.responding:
+            outcome = "listed"
+        self.report(target, outcome, now)
+        return target
+
+    def add_newcomer(self, source, port, now):
+        """Add and return the target of a server that has announced itself.
+
+        If that makes too many, one of them leaves, and /check tells it why."""
+        limit = self.rules.max_servers_per_source
+        if self.rules.exempts(source):
+            limit = MAX_NEWCOMERS
+        target, pushed_out = self.poller.add_newcomer(self, source, port, limit)
+        if pushed_out is not None:
+            reason = "too many game servers wait for their first query; try again in a minute"
+            pushed_out.room.report(pushed_out, "busy", now, reason)
         return target
 
     def stopped(self, source, port, now):
@@ -4108,10 +4156,12 @@ class PolledGame(Game):
 
     def resume(self, server):
         """Poll a server that was listed before a restart."""
-        why = NAMED if server.pinned else FOUND if server.found_at else ANNOUNCED
-        target = self.poller.add(self, server.source, server.port, why)
+        target = self.poller.add(self, server.source, server.port, ANNOUNCED)
         target.listed_as = server.game
-        if server.found_at:
+        if server.pinned:
+            target.why = NAMED
+        elif server.found_at:
+            target.why = FOUND
             target.found = FoundServer(server.source, server.port, server.found_at)
 
     # Servers that the ini names
@@ -4245,18 +4295,21 @@ class PolledGame(Game):
 
         `server` is the one that is listed now, or None; it leaves if it is under another game.
         Return the Server. Raise Refused if it may not be listed."""
-        game = self.admitted_game(target.address, fields)
+        source = target.address
+        game = self.admitted_game(source, fields)
         if server is not None and server.game != game:
             self.registry.remove_own(server)
         target.listed_as = game
-        key = game, self.rules.listed_address(target.address), target.port
+        address = self.rules.listed_address(source)
+        key = game, address, target.port
         if target.why == FOUND:
             elsewhere = self.registry.get(*key)
-            if elsewhere is not None and elsewhere.master and not elsewhere.found_at:
+            has_other_master = elsewhere is not None and elsewhere.master
+            if has_other_master and not elsewhere.found_at:
                 # That master's entry says more
                 raise Refused("busy", "it has announced itself to another master of our group")
-        return self.registry.list_or_refresh(
-            key, target.address, now, lifetime, fields, target.why == NAMED)
+        is_pinned = target.why == NAMED
+        return self.registry.list_or_refresh(key, source, now, lifetime, fields, is_pinned)
 
     def poll_missed(self, target, now):
         """Handle a missed poll: after several, remove the server, or show it as not responding."""
@@ -4522,28 +4575,34 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        has_right_length = len(data) == ICEBALL_ANNOUNCEMENT.size
-        announced = (ICEBALL_ANNOUNCEMENT if has_right_length else ICEBALL_VERSIONS).read(data)
+        size = len(data)
+        form = ICEBALL_VERSIONS
+        if size == ICEBALL_ANNOUNCEMENT.size:
+            form = ICEBALL_ANNOUNCEMENT
+        announced = form.read(data)
         if announced.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
             version_error = self.version_error(announced)
             if version_error:
                 return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if not has_right_length:
-            return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
-                len(data), ICEBALL_ANNOUNCEMENT.size))
+        if form is ICEBALL_VERSIONS:
+            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT.size)
+            return self.reject(source, now, "bad packet", reason)
         port = announced.port
+        address = self.rules.listed_address(source)
         # /check goes on showing a listed server as listed
-        if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
+        if self.registry.get(self.game, address, port) is None:
             self.registry.record_outcome(source, self.game, port, "announced", now)
         trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus_bytes > 0 and not self.rules.allow_surplus(
-                "cookie", source, surplus_bytes, now):
-            # This cuts off the end of the map's name, the last field. The server sends its
-            # announcement again a second later, which may bring the whole name
-            trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
-        mac = self.cookie.make(self.proven_message(source, trimmed), now)
+        if surplus_bytes > 0:
+            rules = self.rules
+            if not rules.allow_surplus("cookie", source, surplus_bytes, now):
+                # This cuts off the end of the map's name, the last field. The server sends its
+                # announcement again a second later, which may bring the whole name
+                trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
+        message = self.proven_message(source, trimmed)
+        mac = self.cookie.make(message, now)
         return ICEBALL_COOKIE + mac + trimmed
 
     @staticmethod
@@ -4685,10 +4744,15 @@ class Iceball(Game, UdpProtocol):
     def announcement(self, server, **further):
         version = server.version or ICEBALL_VERSION
         return ICEBALL_ANNOUNCEMENT.write(
-            kind=ICEBALL_ANNOUNCE, hbversion=ICEBALL_HBVERSION,
-            version=read_iceball_version(version), port=server.port, players=server.players,
-            max_players=server.max_players, name=text_field(server.name, 30),
-            mode=text_field(server.mode, 10), map=text_field(server.map, 30))
+            kind=ICEBALL_ANNOUNCE,
+            hbversion=ICEBALL_HBVERSION,
+            version=read_iceball_version(version),
+            port=server.port,
+            players=server.players,
+            max_players=server.max_players,
+            name=text_field(server.name, 30),
+            mode=text_field(server.mode, 10),
+            map=text_field(server.map, 30))
 
     def farewell(self, server):
         return b""
@@ -4814,12 +4878,15 @@ class IceballDraft:
         port = DRAFT_REQUEST_HEAD.read(data).port
         source, _ = peer
         rules = self.iceball.rules
+        address = rules.listed_address(source, claimed_address)
         identity = struct.pack("<I", RANDOM.getrandbits(32))
         head = DRAFT_ID_HEAD.write(kind=DRAFT_ID, identity=identity, port=port)
-        answer = head + draft_value_bytes(rules.listed_address(source, claimed_address))
-        if not rules.allow_surplus("id", source, len(answer) - len(data), now):
+        answer = head + draft_value_bytes(address)
+        surplus_bytes = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus_bytes, now):
             return b""
-        session = DraftSession(identity, claimed_address, port, now + self.iceball.timeout)
+        ends = now + self.iceball.timeout
+        session = DraftSession(identity, claimed_address, port, ends)
         self.requests.add(source, peer, session, rules.max_servers)
         return answer
 
@@ -4839,14 +4906,16 @@ class IceballDraft:
 
         Return the Server. Raise Refused if it may not be listed; the session then stays as it
         is."""
+        iceball = self.iceball
         source, _ = peer
-        address = self.iceball.rules.listed_address(source, session.claimed_address)
+        port = session.port
+        claimed_address = session.claimed_address
+        fields = {"verified": "handshake", **fields}
         if session.server is None:
             # Players see the endpoint until the server sends its name
-            fields = {"name": endpoint_text(address, session.port), **fields}
-        server = self.iceball.list_own(
-            source, session.port, {"verified": "handshake", **fields}, now, self.iceball.timeout,
-            session.claimed_address)
+            address = iceball.rules.listed_address(source, claimed_address)
+            fields.setdefault("name", endpoint_text(address, port))
+        server = iceball.list_own(source, port, fields, now, iceball.timeout, claimed_address)
         if session.server is None:
             self.requests.pop(peer)
             self.sessions[peer] = session._replace(server=server)
@@ -4910,6 +4979,8 @@ HYPERBOL_XML_SERVER = """\
 playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
 skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 """
+HYPERBOL_XML_ATTRIBUTES = (
+    "address", "port", "name", "mode", "players", "max_players", "map", "version")
 HYPERBOL_XML_SILENT_SERVER = '<server ip="%(address)s" port="%(port)s" responding="0"/>\n'
 
 
@@ -4917,7 +4988,9 @@ def read_hyperbol_server(text):
     """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
     endpoint, *flavors = text.split()
     host, port = read_endpoint(endpoint)
-    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
+    flavor_text = " ".join(flavors) or "0"
+    read_flavor = number_reader(0, 255)
+    return host, port, read_flavor(flavor_text)
 
 
 class Hyperbol(PolledGame, TcpProtocol):
@@ -5016,9 +5089,14 @@ class Hyperbol(PolledGame, TcpProtocol):
         """Answer a master's query for a server that does not do it itself. Raise Malformed."""
         query = HYPERBOL_QUERY.read_whole(data)
         return HYPERBOL_ANSWER.write(
-            timestamp=query.timestamp, name=server.name, mode=server.mode, map=server.map,
-            players=min(server.players, 255), max_players=min(server.max_players, 255),
-            port=server.port, version=server.version)
+            timestamp=query.timestamp,
+            name=server.name,
+            mode=server.mode,
+            players=min(server.players, 255),
+            max_players=min(server.max_players, 255),
+            map=server.map,
+            port=server.port,
+            version=server.version)
 
     def announced(self, source, port, fields, now):
         """Query a server that has announced itself by HTTP. What it says of itself is ignored,
@@ -5094,13 +5172,18 @@ def is_official_hyperbol(server):
 def hyperbol_xml_entry(server):
     """Return a server's element in /servers.xml. It may be a server of another game."""
     values = {}
-    for name in ("address", "port", "name", "mode", "players", "max_players", "map", "version"):
-        values[name] = html.escape(str(getattr(server, name)))
-    values["skill"] = html.escape(server.details.get("skill", "0"))
-    values["flavor"] = str(server.private.get("flavor", HYPERBOL_UNOFFICIAL))
-    values["ping"] = str(round(server.ping_ms or 0))
-    template = HYPERBOL_XML_SERVER if server.responding else HYPERBOL_XML_SILENT_SERVER
-    return (template % values).encode()
+    for name in HYPERBOL_XML_ATTRIBUTES:
+        text = str(getattr(server, name))
+        values[name] = html.escape(text)
+    skill = server.details.get("skill", "0")
+    values["skill"] = html.escape(skill)
+    values["flavor"] = server.private.get("flavor", HYPERBOL_UNOFFICIAL)
+    values["ping"] = round(server.ping_ms or 0)
+    template = HYPERBOL_XML_SILENT_SERVER
+    if server.responding:
+        template = HYPERBOL_XML_SERVER
+    element = template % values
+    return element.encode()
 
 
 # --- SubSpace ------------------------------------------------------------------------------------
@@ -6977,13 +7060,17 @@ class Quake3(PolledGame, UdpProtocol):
     titles = QUAKE3_TITLES
     settings = (
         Setting("quake3.port", "27950", read_port,
-                "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+                "UDP port for the servers and clients of Quake III Arena and its family.",
+                live=False),
         Setting("quake3.games", "", list_reader(str.lower),
-                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-        Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: "
+                "all."),
+        Setting("quake3.tags", "",
+                list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
                 "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
         Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-                "Seconds without an answer after which a server is removed, or after missed polls."),
+                "Seconds without an answer after which a server is removed, or after missed "
+                "polls."),
     )
     ports = (Port("udp"),)
     master_port = 27950
@@ -9191,12 +9278,6 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
-    def room(self, server):
-        return self.rooms.get(server.room, PLAIN_GAME)
-
-    def game_title(self, game):
-        return self.games.get(game, game)
-
 
 # The room of the games that announce themselves by POST /announce
 PLAIN_GAME = Game()
@@ -9475,7 +9556,7 @@ def render_server_row(context, server, spark):
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     limit = server.max_players
@@ -9491,7 +9572,7 @@ def render_server_row(context, server, spark):
         f'<tr role="row"{row_class}>'
         f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
         f'{render_badges(server)}'
-        f'<td role="cell">{escape(context.game_title(server.game))}'
+        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
         f'<td role="cell">{escape(room.mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
         f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
@@ -9526,10 +9607,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     badges = play = players_chart = ""
     if is_listed:
-        texts = [context.game_title(server.game), room.mode_text(server), server.map]
+        texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -9581,10 +9662,10 @@ def server_facts(context, server, is_listed, history, wall):
     address = endpoint_text(server.address, server.port)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
+        ("Game", context.games.get(server.game, server.game)),
     ]
     if is_listed:
-        room = context.room(server)
+        room = context.rooms.get(server.room, PLAIN_GAME)
         players = str(server.players)
         if server.max_players:
             players += " of %d" % server.max_players
@@ -10022,7 +10103,7 @@ class HttpSession(Session):
             self.cache = self.web.caches["https"]
 
     def opened(self, now):
-        return self.refuse(self.refusal, now)
+        return self.refuse(self.refusal, now) if self.refusal else b""
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -10719,7 +10800,7 @@ def get_banner(web, request):
             name=clean(name) or endpoint,
             state=state,
             players=players,
-            game=web.look.game_title(clean(game)),
+            game=web.look.games.get(game, clean(game)),
             place=place,
             spark=render_sparkline(web.hourly_players.get(key, ())))
         # Its style is inside it, because an image on another page cannot load a style sheet
@@ -10756,8 +10837,8 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
-# values
+# What an announcement may say: the texts with their greatest lengths, and the numbers with their
+# lowest values
 ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
@@ -11102,7 +11183,7 @@ def recorded_findings(web, address, port, listed, wall):
         arrival = fill_template(
             '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
-            protocol=web.look.game_title(protocol),
+            protocol=web.look.games.get(protocol, protocol),
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
@@ -11321,6 +11402,8 @@ for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
+# The settings of all ports. Without a value they open none
+PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
 # ================================================================================================
 # 11  Event loop
@@ -15075,7 +15158,7 @@ def print_result(arguments, host, port, result):
 # --- Export -------------------------------------------------------------------------------------
 
 EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
-EXPORT_FTP_S = 30.0                 # for each answer of the FTP server; its disk may have to spin up
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may sleep
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 

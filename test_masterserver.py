@@ -78,7 +78,7 @@ HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
 NO_PORTS = {"server.bind": "127.0.0.1",
-            **{name: "" for name in ms.SETTINGS if name.endswith((".port", ".ports"))}}
+            **dict.fromkeys(ms.PORT_SETTINGS, "")}
 # How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
 # nobody waits so long when all goes well
 SOON_S = 30.0
@@ -1380,11 +1380,8 @@ class HistoryOnDisk(DatabaseCase):
         minutes = self.series(database, end)[0]
         self.assertEqual(minutes, {T0: 9, T0 + 60: 2, T0 + 5 * ms.HOUR: 4})
         self.assertEqual(self.series(database, end, "year")[0][T0], 6)          # of 5.5
-        for wall in (0, 60, T0 + ms.YEAR):
-            database.add_samples(wall, [self.A + (3,)])
-            self.assertEqual(database.history(*self.A, "year", wall).means[-1], None)
-        self.assertEqual(self.series(database, end)[0], minutes)
         # One that was ahead costs no quarter at a restart
+        database.add_samples(T0 + ms.YEAR, [self.A + (3,)])
         database.add_samples(end, [self.A + (3,)])
         self.database().add_samples(end + ms.HOUR, [self.A + (5,)])
         self.assertEqual(self.series(database, end + ms.HOUR, "week")[0][end], 3)
@@ -1400,28 +1397,26 @@ class HistoryOnDisk(DatabaseCase):
                 database.add_samples(wall, [gone + (5,), self.TOTAL + (5,)])
             self.sample_steadily(database, T0 + kept - ms.DAY)
             wall = T0 + kept + (step != ms.MINUTE) * ms.MINUTE
-            self.assertEqual(database.history(*gone, span, wall).means[0], 5, span)
+            for key in gone, self.TOTAL:
+                self.assertEqual(database.history(*key, span, wall).means[0], 5, span)
             self.assertIsNotNone(database.known(*gone))
             self.sample_steadily(database, T0 + kept + covers + ms.HOUR)
             [(oldest,)] = self.sql("SELECT min(start) FROM block WHERE step = ?", step)
             self.assertGreater(oldest, T0 + ms.QUARTER, span)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
+        self.assertEqual(self.sql("SELECT game, address FROM server WHERE game != ''"),
+                         [("iceball", "192.0.2.1")])
 
     def sample_steadily(self, database, wall, seconds=ms.DAY):
         """A sample an hour, as many as it takes until the clock is believed."""
         for late in range(0, seconds + 1, ms.HOUR):
             database.add_samples(wall + late, [self.A + (1,)])
 
-    def sums_and_servers(self):
-        return self.sql("SELECT game, address FROM server WHERE game != '' ORDER BY game, address")
-
     def test_a_clock_that_jumps_erases_nothing(self):
         """Years ahead or back, for a sample or for a day with a gap; each after a restart."""
         year = list(range(T0, T0 + 5 * ms.HOUR, ms.HOUR))
         hours = [2 * ms.YEAR + late for late in range(0, 29 * ms.HOUR, ms.HOUR)]
         for walls, believed in (
-                ([2 * ms.YEAR], False), ([2 * ms.YEAR, 3 * ms.YEAR], False),
-                ([-T0, 2 * ms.YEAR], False), (hours[:24], False),
+                ([-T0, 2 * ms.YEAR, 3 * ms.YEAR], False),
                 (hours[:20] + hours[21:], False), (hours, True)):
             self.put(b"")
             database = self.database()
@@ -1442,20 +1437,6 @@ class HistoryOnDisk(DatabaseCase):
                              [None if believed else 7] * 5)
             self.assertEqual(database.known(*listed_key(2)) is None, believed)
             database.close()
-
-    def test_the_sum_of_a_game_goes_with_its_last_block(self):
-        """And not before, however long ago the game was first seen."""
-        database = self.database()
-        old = "old", "", 0
-        for wall in (T0, T0 + ms.YEAR, T0 + ms.YEAR + ms.QUARTER):
-            database.add_samples(wall, [old + (5,)])
-        self.sample_steadily(database, T0 + 2 * ms.YEAR - 2 * ms.WEEK)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1"), ("old", "")])
-        end = T0 + 2 * ms.YEAR - 2 * ms.WEEK + ms.DAY
-        self.assertEqual(set(database.history(*old, "year", end).means), {None, 5})
-        self.sample_steadily(database, T0 + 2 * ms.YEAR + ms.WEEK)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
-        self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(1,)])
 
     def test_sparklines(self):
         """Across the end of a week, which is the end of a block."""
@@ -5268,15 +5249,13 @@ class PagesTest(unittest.TestCase):
     def test_modes_in_words_and_what_is_not_shown(self):
         details = {"gamename": "Hidden3Arena", "tag": "Hidden-1", "people": "2"}
         for game, mode, words in (
-                ("quake3arena", "0", "free for all"), ("quake3arena", "1", "tournament"),
-                ("openarena", "3", "team deathmatch"), ("openarena", "4", "capture the flag"),
+                ("quake3arena", "0", "free for all"), ("openarena", "4", "capture the flag"),
                 ("openarena", "7", "7"), ("openarena", "CA", "CA"), ("xonotic", "0", "0")):
             server = make_server(game=game, mode=mode, details=details, version="71")
             web = web_of([server])
             self.holds(page_of(web, link_to(server)), "<dt>Mode</dt><dd>%s</dd>" % words,
-                       " · <bdi>%s</bdi> · " % words, "<dt>People</dt><dd>2</dd>",
-                       "players · %s · %s · " % (web.look.game_title(game), words),
-                       lacks=("Hidden", "Tag<", "Gamename<"))
+                       "players · %s · %s · " % (web.look.games[game], words),
+                       "<dt>People</dt><dd>2</dd>", lacks=("Hidden", "Tag<", "Gamename<"))
             self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
             self.holds(page_of(web, "/servers.json"), '"mode":"%s"' % mode)
 
@@ -6815,8 +6794,8 @@ class FuzzTest(unittest.TestCase):
 
     def connection(self, name, data):
         """One connection, which stays open for a while."""
-        session = self.protocols[name].session(self.here[0], self.now)
-        greeting, out = session.opened(self.now), b""
+        session, out = self.protocols[name].session(self.here[0], self.now), b""
+        greeting = session.opened(self.now) if self.protocols[name].speaks_first else b""
         try:
             data = data.replace(b"KEY!", greeting[4:8])
             data = data.replace(b"TOKEN!", self.tokens.get(self.here[0], b"00"))
@@ -7238,16 +7217,13 @@ class HttpTest(WebCase):
                 self.assertEqual(feed(self.session(), request, size), wanted, request)
 
     def test_one_request_after_another(self):
+        """One answer a call bounds what waits for a slow reader."""
         session = self.session()
-        requests = ICEBALL_REQUEST * 3 + http_request("/nope") + ICEBALL_REQUEST
-        found = []
-        data = session.receive(requests, 0.0)
-        while data:
-            status, _, _, rest = split_response(data)
-            self.assertEqual(rest, b"", "one answer a call bounds what waits for a slow reader")
-            found.append(status)
+        data = session.receive(ICEBALL_REQUEST + http_request("/nope") + ICEBALL_REQUEST, 0.0)
+        for status in 200, 404, 200:
+            found, _, _, rest = split_response(data)
+            self.assertEqual((found, rest), (status, b""))
             data = session.receive(b"", 0.0)
-        self.assertEqual(found, [200, 200, 200, 404, 200])
 
     def test_keep_alive(self):
         for request, done in (
@@ -7678,19 +7654,16 @@ flavor="3" ping_milliseconds="41"/>
             self.core.settings.values["server.public_address"] = public
             self.web.tick(0.0)
             page = html.unescape(self.get("/")[2].decode())
-            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "server %s, port 4",
-                          "announce --game hyperbol --port PORT %s:6", "_url = http://%s:6",
-                          "sv_register_url http://%s:6/ddnet/15/register; http_allow_insecure 1",
+            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
                           "announce --game mygame --port PORT %s:6"):
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        rooms = self.core.rooms
-        self.assertEqual(ms.contact_lines(rooms, listeners[3:4], "host", self.core.settings),
-                         [("aio", "AIO servers", "master server host, port 4")])
         self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
-        self.assertEqual({line[0] for line in ms.contact_lines(
-            rooms, listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
+        for opened, games in ((listeners[3:4], {"aio"}),
+                              (listeners[3:], {"aio", "hyperbol", "mygame"})):
+            self.assertEqual({line[0] for line in ms.contact_lines(
+                self.core.rooms, opened, "host", self.core.settings)}, games)
 
     # One server
 
@@ -7841,12 +7814,7 @@ class CheckTest(WebCase):
     def test_every_outcome_says_what_to_do(self):
         for outcome, detail, todo in (
                 ("announced", "", "open UDP"),
-                ("version", "version 0.3", "does not list version 0.3. Another"),
                 ("bad packet", "85 bytes", "wrong with it: 85 bytes. If the port is the one"),
-                ("silent", "no answer", "was no answer. Open that UDP port"),
-                ("limit", "at most 32", "at most 32. Stop one"), ("name", "x", "another name"),
-                ("password", "the name x", "the name x. Wait"),
-                ("owner", "by HTTP", "accepted: by HTTP. If you"),
                 ("bad packet", "", "nothing more")):
             self.registry.outcomes = ms.Turns(ms.OUTCOMES_KEPT)
             self.note(outcome, detail=detail)
@@ -8118,25 +8086,6 @@ class AnnounceTest(WebCase):
                                    "Content-Length: %d" % len(body), method="POST", body=body)
             yield self.session("203.0.113.9"), request, (body[:60], kind)
 
-    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
-    def test_no_body_costs_the_loop_much(self):
-        """The calls that Python makes for it are counted: the time depends on the machine. Two for
-        each escaped byte are the most."""
-        for session, request, body in self.long_requests():
-            calls = collections.Counter()
-
-            def count(frame, event, argument, calls=calls):
-                calls[event] += 1
-
-            before = sys.getprofile()
-            sys.setprofile(count)
-            try:
-                answer = feed(session, request)
-            finally:
-                sys.setprofile(before)
-            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
-            self.assertLess(calls["call"] + calls["c_call"], 46_000, body)
-
     @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
     @timing
     def test_no_body_takes_long(self):
@@ -8151,21 +8100,9 @@ class AnnounceTest(WebCase):
             yardsticks.append(time.thread_time() - began)
         for session, request, body in self.long_requests():
             began = time.thread_time()
-            feed(session, request)
+            answer = feed(session, request)
             self.assertLess(time.thread_time() - began, 4 * min(yardsticks), body)
-
-    def test_numbers_of_thousands_of_digits(self):
-        """int() takes the square of their length, where Python does not refuse them; none of them
-        gets there, in whatever they are wrapped."""
-        digits = b"9" * 4000
-        for wrapped in (digits, b"-" + digits, digits + b".5", b"1e" + digits, b"[%s]" % digits,
-                        b'{"a":[%s]}' % digits):
-            with mock.patch.object(json, "loads", side_effect=[{"reason": "not read"}]):
-                # What is read is the answer, by post()
-                status, _ = self.post(b'{"game":"mygame","port":%s}' % wrapped)
-            self.assertEqual(status, 400)
-            self.assertIn("more than 400 digits", self.registry.outcome(
-                "203.0.113.9", "announce", 0).detail)
+            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
 
     def test_errors_in_words(self):
         allow = "the operator of this master can allow it with a line `%s` under [games]"
@@ -8183,6 +8120,8 @@ class AnnounceTest(WebCase):
                 (b'{"game":"mygame","port":1,"name":true}', "name is not a text"),
                 (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
                 (b'["game"]', "object"), (b'{"game":', "JSON"),
+                # int() would take the square of their length, where Python does not refuse them
+                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "more than 400 digits"),
                 (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
                 is_form = b"=" in body or not body
@@ -11549,29 +11488,19 @@ class SavedListTest(unittest.TestCase):
 
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
-        told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
-                    max_players=8, playing=2, description="a text", verified="handshake",
-                    details={"mod": "x"})
         saved = self.start()
-        self.hear(saved, 1, **told)
-        self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf, room="hyperbol",
-                  private={"flavor": 5})
+        self.hear(saved, 1, verified="handshake", players=3, playing=2, details={"mod": "x"})
+        self.hear(saved, 2, verified="query", lifetime=math.inf)
         self.hear(saved, 3, game="aio", address="2001:db8::1", verified="connection",
                   lifetime=math.inf)
         saved.registry.list_or_refresh(("iceball", "203.0.113.8", 4), "192.168.1.5", 0.0, 120.0,
                                        {"verified": "self-reported"})
         saved = self.restart(saved, T0 + 600)
         found = {server.port: server for server in saved.registry.servers()}
-        self.assertEqual({port: (server.game, server.address, server.source, server.confirmed)
-                          for port, server in found.items()},
-                         {1: ("iceball", "203.0.113.9", "203.0.113.9", False),
-                          2: ("hyperbol", "203.0.113.9", "203.0.113.9", False),
-                          3: ("aio", "2001:db8::1", "2001:db8::1", False),
-                          4: ("iceball", "203.0.113.8", "192.168.1.5", False)})
-        self.assertEqual({name: getattr(found[1], name) for name in told}, told)
-        self.assertEqual((found[2].name, found[2].playing, found[2].details, found[2].private),
-                         ("", None, {}, {"flavor": 5}))
-        self.assertEqual((found[1].first_seen, found[1].last_seen), (400.0, 400.0))
+        self.assertEqual((found[4].address, found[4].source), ("203.0.113.8", "192.168.1.5"))
+        self.assertEqual((found[1].playing, found[1].details, found[1].confirmed,
+                          found[1].first_seen, found[1].last_seen),
+                         (2, {"mod": "x"}, False, 400.0, 400.0))
         for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2, 4]), (1119.9, [1, 2, 4]),
                               (1120.1, [2]), (9e9, [2])):
             saved.registry.expire(now)
@@ -11607,11 +11536,6 @@ class SavedListTest(unittest.TestCase):
             saved.registry.expire(1120.1)
             self.assertEqual(saved.registry.total, 0, step)
 
-    def restored(self, life: float = 100.0, **fields: Any) -> Optional[ms.Server]:
-        row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0,
-                           {"verified": "query", **fields})
-        return ms.restored_server(row, 0.0, T0)
-
     def test_noise_in_a_row_costs_it_alone(self) -> None:
         """What cannot be read is dropped, and no list gets what it has no room for."""
         for stored, expected in (
@@ -11626,15 +11550,11 @@ class SavedListTest(unittest.TestCase):
                  {"name": "X", "max_players": 65535, "playing": 65535}),
                 ({"name": "x" * 2000}, {"name": "x" * ms.TEXT_CHARACTERS}),
                 ({"details": {"a\0": "b\u202e", "c": 5}}, {"details": {"a": "b", "c": "5"}})):
-            server = self.restored(**stored)
+            row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + 9.0, T0 - 9.0, T0 - 0.0,
+                               {"verified": "query", **stored})
+            server = ms.restored_server(row, 0.0, T0)
             self.assertEqual(server and {name: getattr(server, name) for name in expected or ()},
                              expected, stored)
-        # An infinite lifetime is stored as a day
-        for verified, life, lifetime in (
-                ("handshake", 100.0, 100.0), ("connection", 86400.0, 60.0),
-                ("query", 86400.0, math.inf), ("query", 180.0, 180.0)):
-            server = self.restored(life, verified=verified)
-            self.assertEqual((server.lifetime, server.first_seen), (lifetime, -9.0), verified)
         database = self.start().database
         database.save([
             ms.ListedRow("iceball", address, port, expires, T0 - 0.0, T0 - 0.0,
@@ -11724,47 +11644,37 @@ class SavedListTest(unittest.TestCase):
                 self.assertEqual(len(saved.disk.jobs), 1)
         self.assertEqual(len(logged.output), 1)
         self.assertIn("10 s or more", logged.output[0])
-        saved.registry.remove_own(saved.registry.get("iceball", "203.0.113.9", 1))
         saved.disk.work()
         self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
-        saved.disk.at_once = True
-        saved.tick(130.0, T0 + 30)
-        self.assertEqual(self.on_disk(), list(range(2, 31)))
         self.assertIn("saved again", ms.log.info.call_args[0][0])
 
     def test_a_failed_batch_is_reported_once_and_tried_again(self) -> None:
-        for error in (sqlite3.OperationalError("disk is full"), MemoryError(), OSError("gone")):
-            self.path = os.path.join(self.folder, type(error).__name__)
-            saved = self.start()
-            gone = self.hear(saved, 1, players=1)
-            saved.tick(0.0, T0)
-            saved.registry.remove_own(gone)
-            self.hear(saved, 2, players=2)
-            with mock.patch.object(saved.database, "save", side_effect=error), \
-                    self.assertLogs("masterserver", "ERROR") as logged:
-                for second in (61, 62, 63):
-                    saved.tick(float(second), T0 + second)
-                    self.hear(saved, second)
-            self.assertEqual((len(logged.output), self.on_disk()), (1, [1]))
-            self.assertEqual(saved.health, {"database": ms.error_text(error)})
-            saved.tick(64.0, T0 + 64)
-            self.assertEqual((saved.health, self.on_disk()), ({}, [2, 61, 62, 63]))
-            # The minute has its sample
-            series = saved.database.history("iceball", "203.0.113.9", 2, "day", T0 + 120)
-            self.assertEqual(series.means[-1], 2)
-
-    def test_while_the_disk_takes_nothing_little_piles_up(self) -> None:
         saved = self.start()
+        gone = self.hear(saved, 1, players=1)
+        saved.tick(0.0, T0)
+        saved.registry.remove_own(gone)
+        self.hear(saved, 2, players=2)
+        error = sqlite3.OperationalError("disk is full")
+        with mock.patch.object(saved.database, "save", side_effect=error), \
+                self.assertLogs("masterserver", "ERROR") as logged:
+            for second in (61, 62, 63):
+                saved.tick(float(second), T0 + second)
+                self.hear(saved, second)
+        self.assertEqual((len(logged.output), self.on_disk()), (1, [1]))
+        self.assertEqual(saved.health, {"database": "disk is full"})
+        saved.tick(64.0, T0 + 64)
+        self.assertEqual((saved.health, self.on_disk()), ({}, [2, 61, 62, 63]))
+        # The minute has its sample
+        series = saved.database.history("iceball", "203.0.113.9", 2, "day", T0 + 120)
+        self.assertEqual(series.means[-1], 2)
+        # Those that come and go while the disk takes nothing do not pile up
         with mock.patch.object(ms, "ALTERED_SERVERS", 50), mock.patch.object(ms.log, "error"), \
-                mock.patch.object(saved.database, "save", side_effect=sqlite3.OperationalError):
-            for number in range(40):
-                for port in range(1, 41):
+                mock.patch.object(saved.database, "save", side_effect=error):
+            for number in range(65, 105):
+                for port in range(40):
                     saved.registry.remove_own(self.hear(saved, 40 * number + port))
                 saved.tick(float(number), T0 + number)
                 self.assertLessEqual(len(saved.registry.altered), 100)
-        self.hear(saved, 1)
-        saved.tick(500.0, T0 + 500)
-        self.assertEqual(self.on_disk(), [1])
 
 
 class DiskOfTheProgramTest(unittest.TestCase):
@@ -11797,7 +11707,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database.save(rows, set())
             database.close()
             free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
-            with ms.MasterServer({**free_ports, **settings, "server.database": self.path}) as server:
+            with ms.MasterServer(
+                    {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
                 self.assertEqual({one.game for one in registry.servers()}, games)
                 registry.expire(time.monotonic() + 61.0)
@@ -13200,7 +13111,8 @@ class AnnouncersInGeneral(unittest.TestCase):
             else:
                 master.on_step(outcomes[len(began) - 1])
                 raise OSError("lost")
-        with mock.patch.object(ms, "time", clock), mock.patch.object(ms, "http_answer") as answers, \
+        with mock.patch.object(ms, "time", clock), \
+                mock.patch.object(ms, "http_answer") as answers, \
                 mock.patch.object(announcement, "talk_to", talk_to):
             announcement.keep_announced(master)
         (place, step), = (call[0] for call in answers.call_args_list)
