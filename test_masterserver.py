@@ -11706,7 +11706,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database = ms.Database(self.path)
             database.save(rows, set())
             database.close()
-            free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
+            free_ports = {name: port or "0" for name, port in NO_PORTS.items()
+                          if name != "http.https_ports"}
             with ms.MasterServer(
                     {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
