@@ -133,8 +133,7 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     server = registry.by_fingerprint.get(hash((data, sender)))
     if server is not None and protocol.repeated_from:
         server.last_seen = now
-        answer = protocol.repeat_answer(data)
-        return [(answer, peer)] if answer else []
+        return [(server.repeat_answer, peer)] if server.repeat_answer else []
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
@@ -11659,8 +11658,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database = ms.Database(self.path)
             database.save(rows, set())
             database.close()
-            free_ports = {**dict.fromkeys(ms.PORT_SETTINGS, "0"), "http.https_ports": "",
-                          "server.bind": "127.0.0.1"}
+            free_ports = {name: port or "0" for name, port in NO_PORTS.items()
+                          if name != "http.https_ports"}
             with ms.MasterServer(
                     {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
