@@ -133,8 +133,7 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     server = registry.by_fingerprint.get(hash((data, sender)))
     if server is not None and protocol.repeated_from:
         server.last_seen = now
-        answer = protocol.repeat_answer(data)
-        return [(answer, peer)] if answer else []
+        return [(server.repeat_answer, peer)] if server.repeat_answer else []
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
@@ -5250,15 +5249,13 @@ class PagesTest(unittest.TestCase):
     def test_modes_in_words_and_what_is_not_shown(self):
         details = {"gamename": "Hidden3Arena", "tag": "Hidden-1", "people": "2"}
         for game, mode, words in (
-                ("quake3arena", "0", "free for all"), ("quake3arena", "1", "tournament"),
-                ("openarena", "3", "team deathmatch"), ("openarena", "4", "capture the flag"),
+                ("quake3arena", "0", "free for all"), ("openarena", "4", "capture the flag"),
                 ("openarena", "7", "7"), ("openarena", "CA", "CA"), ("xonotic", "0", "0")):
             server = make_server(game=game, mode=mode, details=details, version="71")
             web = web_of([server])
             self.holds(page_of(web, link_to(server)), "<dt>Mode</dt><dd>%s</dd>" % words,
-                       " · <bdi>%s</bdi> · " % words, "<dt>People</dt><dd>2</dd>",
                        "players · %s · %s · " % (web.look.games[game], words),
-                       lacks=("Hidden", "Tag<", "Gamename<"))
+                       "<dt>People</dt><dd>2</dd>", lacks=("Hidden", "Tag<", "Gamename<"))
             self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
             self.holds(page_of(web, "/servers.json"), '"mode":"%s"' % mode)
 
@@ -7220,16 +7217,13 @@ class HttpTest(WebCase):
                 self.assertEqual(feed(self.session(), request, size), wanted, request)
 
     def test_one_request_after_another(self):
+        """One answer a call bounds what waits for a slow reader."""
         session = self.session()
-        requests = ICEBALL_REQUEST * 3 + http_request("/nope") + ICEBALL_REQUEST
-        found = []
-        data = session.receive(requests, 0.0)
-        while data:
-            status, _, _, rest = split_response(data)
-            self.assertEqual(rest, b"", "one answer a call bounds what waits for a slow reader")
-            found.append(status)
+        data = session.receive(ICEBALL_REQUEST + http_request("/nope") + ICEBALL_REQUEST, 0.0)
+        for status in 200, 404, 200:
+            found, _, _, rest = split_response(data)
+            self.assertEqual((found, rest), (status, b""))
             data = session.receive(b"", 0.0)
-        self.assertEqual(found, [200, 200, 200, 404, 200])
 
     def test_keep_alive(self):
         for request, done in (
@@ -7660,19 +7654,16 @@ flavor="3" ping_milliseconds="41"/>
             self.core.settings.values["server.public_address"] = public
             self.web.tick(0.0)
             page = html.unescape(self.get("/")[2].decode())
-            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "server %s, port 4",
-                          "announce --game hyperbol --port PORT %s:6", "_url = http://%s:6",
-                          "sv_register_url http://%s:6/ddnet/15/register; http_allow_insecure 1",
+            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
                           "announce --game mygame --port PORT %s:6"):
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        rooms = self.core.rooms
-        self.assertEqual(ms.contact_lines(rooms, listeners[3:4], "host", self.core.settings),
-                         [("aio", "AIO servers", "master server host, port 4")])
         self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
-        self.assertEqual({line[0] for line in ms.contact_lines(
-            rooms, listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
+        for opened, games in ((listeners[3:4], {"aio"}),
+                              (listeners[3:], {"aio", "hyperbol", "mygame"})):
+            self.assertEqual({line[0] for line in ms.contact_lines(
+                self.core.rooms, opened, "host", self.core.settings)}, games)
 
     # One server
 
@@ -7823,12 +7814,7 @@ class CheckTest(WebCase):
     def test_every_outcome_says_what_to_do(self):
         for outcome, detail, todo in (
                 ("announced", "", "open UDP"),
-                ("version", "version 0.3", "does not list version 0.3. Another"),
                 ("bad packet", "85 bytes", "wrong with it: 85 bytes. If the port is the one"),
-                ("silent", "no answer", "was no answer. Open that UDP port"),
-                ("limit", "at most 32", "at most 32. Stop one"), ("name", "x", "another name"),
-                ("password", "the name x", "the name x. Wait"),
-                ("owner", "by HTTP", "accepted: by HTTP. If you"),
                 ("bad packet", "", "nothing more")):
             self.registry.outcomes = ms.Turns(ms.OUTCOMES_KEPT)
             self.note(outcome, detail=detail)
@@ -8100,25 +8086,6 @@ class AnnounceTest(WebCase):
                                    "Content-Length: %d" % len(body), method="POST", body=body)
             yield self.session("203.0.113.9"), request, (body[:60], kind)
 
-    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
-    def test_no_body_costs_the_loop_much(self):
-        """The calls that Python makes for it are counted: the time depends on the machine. Two for
-        each escaped byte are the most."""
-        for session, request, body in self.long_requests():
-            calls = collections.Counter()
-
-            def count(frame, event, argument, calls=calls):
-                calls[event] += 1
-
-            before = sys.getprofile()
-            sys.setprofile(count)
-            try:
-                answer = feed(session, request)
-            finally:
-                sys.setprofile(before)
-            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
-            self.assertLess(calls["call"] + calls["c_call"], 46_000, body)
-
     @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
     @timing
     def test_no_body_takes_long(self):
@@ -8133,21 +8100,9 @@ class AnnounceTest(WebCase):
             yardsticks.append(time.thread_time() - began)
         for session, request, body in self.long_requests():
             began = time.thread_time()
-            feed(session, request)
+            answer = feed(session, request)
             self.assertLess(time.thread_time() - began, 4 * min(yardsticks), body)
-
-    def test_numbers_of_thousands_of_digits(self):
-        """int() takes the square of their length, where Python does not refuse them; none of them
-        gets there, in whatever they are wrapped."""
-        digits = b"9" * 4000
-        for wrapped in (digits, b"-" + digits, digits + b".5", b"1e" + digits, b"[%s]" % digits,
-                        b'{"a":[%s]}' % digits):
-            with mock.patch.object(json, "loads", side_effect=[{"reason": "not read"}]):
-                # What is read is the answer, by post()
-                status, _ = self.post(b'{"game":"mygame","port":%s}' % wrapped)
-            self.assertEqual(status, 400)
-            self.assertIn("more than 400 digits", self.registry.outcome(
-                "203.0.113.9", "announce", 0).detail)
+            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
 
     def test_errors_in_words(self):
         allow = "the operator of this master can allow it with a line `%s` under [games]"
@@ -8165,6 +8120,8 @@ class AnnounceTest(WebCase):
                 (b'{"game":"mygame","port":1,"name":true}', "name is not a text"),
                 (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
                 (b'["game"]', "object"), (b'{"game":', "JSON"),
+                # int() would take the square of their length, where Python does not refuse them
+                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "more than 400 digits"),
                 (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
                 is_form = b"=" in body or not body
@@ -11749,7 +11706,8 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database = ms.Database(self.path)
             database.save(rows, set())
             database.close()
-            free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
+            free_ports = {name: port or "0" for name, port in NO_PORTS.items()
+                          if name != "http.https_ports"}
             with ms.MasterServer(
                     {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
