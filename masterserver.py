@@ -4094,6 +4094,7 @@ class PolledGame(Game):
         target.lifetime = lifetime
         self.poller.poll_now(target, now)
         outcome = "announced"
+        server = self.listed_server(target)
         if self.has_listed(target) and server.responding:
             outcome = "listed"
         self.report(target, outcome, now)
