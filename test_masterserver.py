@@ -14750,6 +14750,15 @@ class ProjectTest(unittest.TestCase):
             self.assertEqual(ms.GAME_TITLES[room.game], room.title)
             self.assertRaises(ValueError, ms.read_own_game_id, room.game)
 
+    def test_the_readme_names_what_rooms_have(self):
+        _, _, table = text_of("README.md").partition("| of the room |")
+        table, _, _ = table.partition("\n\n")
+        rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+        names = re.findall(r"`(\w+)`", " ".join(rows))
+        self.assertGreater(len(names), 30)
+        for name in names:
+            self.assertTrue(any(hasattr(room, name) for room in ms.GAMES), name)
+
     # Sections and texts, or beginnings of sentences, that may name a game
     MAY_NAME_A_GAME = (
         (3, "TCP ports of the page and the lists. Iceball looks"),      # help
