@@ -466,25 +466,10 @@ class Upstream(NamedTuple):
     game: str                           # the id of its room
     host: str
     port: int
-    tls: bool = False                   # whether a web server is asked by HTTPS
-    words: Tuple[str, ...] = ()         # values of the room's list_options
-
-    @property
-    def name(self) -> str:
-        """The master's name for pages: its host, and its port if that is not the usual one."""
-        usual_port = WEB_PORTS["https"] if self.tls else ROOMS[self.game].master_port
-        return self.host if self.port == usual_port else endpoint_text(self.host, self.port)
-
-    @property
-    def label(self) -> str:
-        """The list's name for the operator. No two lists have the same."""
-        place = "https://" + self.name if self.tls else self.name
-        return " ".join((self.game, place, *self.words))
-
-    def choice(self) -> Dict[str, str]:
-        """Return what the words choose, by the names of the room's list_options."""
-        names = [option.name for option in ROOMS[self.game].list_options]
-        return dict(zip(names, self.words))
+    tls: bool                           # whether a web server is asked by HTTPS
+    name: str                           # the master's: its host, and its port if that is unusual
+    label: str                          # for the operator; no two lists have the same
+    choice: Tuple[Tuple[str, str], ...]         # names of the room's list_options, and their values
 
 
 def read_upstreams(text):
@@ -502,20 +487,25 @@ def read_upstream(line):
         raise ValueError("expected one of %s, and after it a host" % ", ".join(rooms))
     room = rooms[game]
     is_web = room.fetched_over == "http"
+    option_names = [option.name for option in room.list_options]
     try:
         place, *choice = words
-        host, port, tls = read_master_place(place, WEB_PORTS if is_web else ())
-        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
+        host, port, tls = read_master_place(place.lower(), WEB_PORTS if is_web else ())
+        if not re.fullmatch("[a-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
-        if len(choice) != len(room.list_options):
+        if len(choice) != len(option_names):
             raise ValueError("too many words, or too few")
         for option, word in zip(room.list_options, choice):
             option.read(word)
     except ValueError:
         host_form = "[https://]HOST[:PORT]" if is_web else "HOST[:PORT]"
-        names = [option.name.upper() for option in room.list_options]
-        raise ValueError("expected " + " ".join([game, host_form, *names])) from None
-    return Upstream(game, host.lower(), port or room.master_port, tls, tuple(choice))
+        words = [game, host_form, *map(str.upper, option_names)]
+        raise ValueError("expected " + " ".join(words)) from None
+    usual_port = WEB_PORTS["https"] if tls else room.master_port
+    port = port or usual_port
+    name = host if port == usual_port else endpoint_text(host, port)
+    label = " ".join([game, "https://" + name if tls else name, *choice])
+    return Upstream(game, host, port, tls, name, label, tuple(zip(option_names, choice)))
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -13692,7 +13682,7 @@ def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
     room.dialect = room.dialects[-1] if room.dialects else ""
     upstream_address = resolve_host(upstream.host)
     entries = fetch_list(room, upstream.host, upstream.port, upstream.tls, upstream_address,
-                         **upstream.choice())
+                         **dict(upstream.choice))
     entries = list(itertools.islice(with_pauses(entries), UPSTREAM_ADDRESSES))
     # With a low rate the next fetch may come before the last server was queried. In another order
     # each time, all of them get their turn

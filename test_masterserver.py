@@ -486,7 +486,7 @@ class SettingsTest(unittest.TestCase):
             game, place, *words = label.split()
             self.assertEqual((found.label, found.port), (label, port))
             self.assertEqual((found.game, found.name), (game, place.replace("https://", "")))
-            self.assertEqual(list(found.choice().values()), words)
+            self.assertEqual([word for _, word in found.choice], words)
         for words, lines in (
                 ("expected one of hyperbol, subspace, aio, quake3, luanti",
                  ("iceball a.example", "doom a.example", "a.example")),
@@ -13836,7 +13836,7 @@ class OtherMastersLists(unittest.TestCase):
                                      ("localhost", os.devnull, "CERTIFICATE_VERIFY_FAILED")):
             with FakeServer(serve=serve) as server, mock.patch.dict(
                     os.environ, SSL_CERT_FILE=trusted, SSL_CERT_DIR=folder.name):
-                upstream = ms.Upstream("luanti", host, server.port, tls=True)
+                upstream = ms.read_upstream("luanti https://%s:%d" % (host, server.port))
                 told = ""
                 try:
                     found, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 5)
