@@ -1504,27 +1504,29 @@ class Limiter:
     def allow(self, address, now, tokens=1.0):
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
         table = self.table
-        cost_s = self.cost_s * tokens
-        keys = (address,)
-        if ":" in address and address not in table:
+        full_at = table.get(address)
+        if full_at is None:
+            is_source = "/" in address          # a key of ipv6_source_keys()
+            full_at = NO_VERDICT                # the bucket counts as full since the time 0
+            if self.verdict and not is_source:
+                full_at = self.verdict(address)
             # If there is a verdict, it may be about less than a source
-            if self.verdict is None or self.verdict(address) == NO_VERDICT:
-                keys = ipv6_source_keys(address)
-        for key in keys:
-            full_at = table.get(key)
-            if full_at is None:
-                if len(table) >= LIMITER_SOURCES:
-                    table.popitem(last=False)
-                # Without a verdict, the bucket counts as full since the time 0
-                full_at = table[key] = self.verdict(address) if self.verdict else NO_VERDICT
-            if full_at == EXEMPT:
+            if ":" in address and full_at == NO_VERDICT and not is_source:
+                for key in ipv6_source_keys(address):
+                    if not self.allow(key, now, tokens):
+                        return False
+                    tokens /= SITE_SOURCES
                 return True
-            table.move_to_end(key)
-            full_at = (full_at if full_at > now else now) + cost_s
-            if full_at - now > self.depth_s:
-                return False
-            table[key] = full_at
-            cost_s /= SITE_SOURCES
+            if len(table) >= LIMITER_SOURCES:
+                table.popitem(last=False)
+            table[address] = full_at
+        if full_at == EXEMPT:
+            return True
+        table.move_to_end(address)
+        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
+        if full_at - now > self.depth_s:
+            return False
+        table[address] = full_at
         return True
 
     def is_nearly_empty(self, address, now):
@@ -1736,6 +1738,7 @@ class Server:
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     private      what only its room knows of it, by name; see Private (section 7)
     fingerprints of the packets that say nothing new about it; see Registry.by_fingerprint
+    repeat_answer   the answer to such a datagram; b"" if it gets none
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
                  itself, or if the ini names it
@@ -1748,6 +1751,7 @@ class Server:
         "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "private", "source", "source_port",
         "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints",
+        "repeat_answer",
         "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
@@ -1786,6 +1790,7 @@ class Server:
         self.pinned = False
         self.master = ""
         self.fingerprints = ()
+        self.repeat_answer = b""
         self.rank = None
         self.entry_cache = None
 
@@ -2093,14 +2098,16 @@ class Registry:
             self.altered.add(server.key)
         self.changes.append((event, server))
 
-    def set_fingerprint(self, server, fingerprint):
-        """Set the one fingerprint of those packets that tell nothing new about the server.
+    def set_fingerprint(self, server, fingerprint, answer=b""):
+        """Set the one fingerprint of those packets that tell nothing new about the server, and the
+        answer to such a datagram.
 
         For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
         servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
+        server.repeat_answer = answer
         self.by_fingerprint[fingerprint] = server
 
     def add_fingerprint(self, server, fingerprint):
@@ -2713,7 +2720,8 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        bytes_before = (first_time - start) // form.step * form.sample_size * 2
+        samples_before = (first_time - start) // form.step
+        bytes_before = samples_before * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
@@ -2985,12 +2993,8 @@ class UdpProtocol:
     datagram_bytes = MAX_DATAGRAM_BYTES
     # "address" or "endpoint" if listed servers announce themselves here. A datagram whose bytes and
     # sender, or the sender's address, have a fingerprint in the registry then refreshes its server,
-    # and is answered by repeat_answer() instead of datagram()
+    # and gets the server's `repeat_answer` instead of that of datagram()
     repeated_from = ""
-
-    def repeat_answer(self, data: bytes) -> bytes:
-        """Return the answer to an announcement that says nothing new, or b""."""
-        return b""
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         """Read one datagram and return the replies.
@@ -4091,6 +4095,7 @@ class PolledGame(Game):
         target.lifetime = lifetime
         self.poller.poll_now(target, now)
         outcome = "announced"
+        server = self.listed_server(target)
         if self.has_listed(target) and server.responding:
             outcome = "listed"
         self.report(target, outcome, now)
@@ -4555,9 +4560,6 @@ class Iceball(Game, UdpProtocol):
 
     # Datagrams
 
-    def repeat_answer(self, data):
-        return ICEBALL_SAME if data.startswith(ICEBALL_ANNOUNCE) else b""
-
     def datagram(self, data, peer, now):
         kind = data[:len(ICEBALL_ANNOUNCE)]
         if kind == ICEBALL_ANNOUNCE:
@@ -4671,7 +4673,7 @@ class Iceball(Game, UdpProtocol):
             "source_port": source_port,
         }, now, self.timeout)
         self.senders[peer] = server
-        self.registry.set_fingerprint(server, hash((packet, source)))
+        self.registry.set_fingerprint(server, hash((packet, source)), ICEBALL_SAME)
         return b""
 
     def is_sender(self, peer, server):
@@ -11608,32 +11610,30 @@ class UdpSocket:
 
         # Servers that repeat themselves are refreshed before the limiter counts. Otherwise a flood
         # with a server's forged address would use up its limit, and the server would be delisted
-        repeat_answers = [None] * len(packets)
+        sources = [peer[0] for peer in peers]
+        servers = [None] * len(packets)
         if self.protocol.repeated_from:
-            senders = peers
-            if self.protocol.repeated_from == "address":
-                senders = [address for address, *_ in peers]
+            senders = sources if self.protocol.repeated_from == "address" else peers
             # In these short loops the look-ups of a batch follow each other directly, so that their
             # waits for memory overlap: with 100,000 servers an announcement takes only 1.11 times
             # as long as with 100
             fingerprints = list(map(hash, zip(packets, senders)))
             servers = list(map(self.registry.by_fingerprint.get, fingerprints))
-            for number, server in enumerate(servers):
+            for server in servers:
                 if server is not None:
                     server.last_seen = now
-                    repeat_answers[number] = self.protocol.repeat_answer(packets[number])
 
         allow = self.limiter.allow
         record_outcome = self.registry.record_outcome
         answers = []
-        for packet, peer, reply_address, repeat_answer in zip(
-                packets, peers, reply_addresses, repeat_answers):
-            if not allow(peer[0], now):
+        for packet, peer, source, reply_address, server in zip(
+                packets, peers, sources, reply_addresses, servers):
+            if not allow(source, now):
                 tally.limited += 1
                 continue
-            if repeat_answer is not None:
-                if repeat_answer:
-                    answers.append((repeat_answer, reply_address))
+            if server is not None:
+                if server.repeat_answer:
+                    answers.append((server.repeat_answer, reply_address))
                 continue
             try:
                 for reply, recipient in self.protocol.datagram(packet, peer, now):
@@ -11644,11 +11644,11 @@ class UdpSocket:
             except Limited:
                 tally.limited += 1
             except Refused as refused:
-                record_outcome(peer[0], self.protocol.game, refused.port, refused.outcome, now,
+                record_outcome(source, self.protocol.game, refused.port, refused.outcome, now,
                                str(refused))
             except Exception as error:
                 if isinstance(error, Malformed) and self.protocol.game:
-                    record_outcome(peer[0], self.protocol.game, 0, "bad packet", now, str(error))
+                    record_outcome(source, self.protocol.game, 0, "bad packet", now, str(error))
                 log_failure(error, tally, endpoint_text(*peer[:2]), self.name, packet)
 
         if answers and vector:
