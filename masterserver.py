@@ -2719,7 +2719,8 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        bytes_before = (first_time - start) // form.step * form.sample_size * 2
+        samples_before = (first_time - start) // form.step
+        bytes_before = samples_before * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
@@ -4093,6 +4094,7 @@ class PolledGame(Game):
         target.lifetime = lifetime
         self.poller.poll_now(target, now)
         outcome = "announced"
+        server = self.listed_server(target)
         if self.has_listed(target) and server.responding:
             outcome = "listed"
         self.report(target, outcome, now)
