@@ -11632,8 +11632,9 @@ class UdpSocket:
                 tally.limited += 1
                 continue
             if server is not None:
-                if server.repeat_answer:
-                    answers.append((server.repeat_answer, reply_address))
+                answer = server.repeat_answer
+                if answer:
+                    answers.append((answer, reply_address))
                 continue
             try:
                 for reply, recipient in self.protocol.datagram(packet, peer, now):
