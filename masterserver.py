@@ -1096,7 +1096,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return self.find(address_number(address)) is not None
+        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1903,8 +1903,9 @@ class Registry:
     def count_countries(self, game=""):
         """Return the number of servers in each country that has any, of all games or of one."""
         counts = collections.Counter()
-        for server in self.servers(game):
-            counts[server.country] += 1
+        tables = [self.games.get(game, {})] if game else self.games.values()
+        for table in tables:
+            counts.update([server.country for server in table.values()])
         del counts[""]                  # those whose country is not known
         return counts
 
@@ -9365,14 +9366,10 @@ def without_gaps(counts):
     return [count for count in counts if count is not None]
 
 
-def number_text(number):
-    return format(number, ",")
-
-
 def count_text(number, noun):
     """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
     ending = "" if number == 1 else "s"
-    return "%s %s%s" % (number_text(number), noun, ending)
+    return "%s %s%s" % (format(number, ","), noun, ending)
 
 
 def render_page(context, title, template=PAGE, about="", path="", **values):
@@ -9436,12 +9433,12 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = number_text(sum(counts.values()))
+    total = format(sum(counts.values()), ",")
     tabs = [render_tab("/", "All games", chosen_game == "", total)]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = number_text(counts.get(game, 0))
+            count = format(counts.get(game, 0), ",")
             tabs.append(render_tab(link, title, game == chosen_game, count))
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
@@ -9463,7 +9460,7 @@ def render_search(list_filter, country_counts):
             code=code,
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
-            count=number_text(counts[code])))
+            count=format(counts[code], ",")))
     # The function checkCountries() of the script has the same rule
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
@@ -9494,7 +9491,7 @@ def render_table(list_filter, total, rows, has_countries, contacts):
     state = ' class="%s"' % " ".join(classes) if classes else ""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
-        limit = number_text(PAGE_ROWS)
+        limit = format(PAGE_ROWS, ",")
         status = "The first %s of %s. Search by name to find the others." % (limit, servers)
     elif total:
         status = servers
@@ -9524,12 +9521,9 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
     `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
     difference between `wall` and the monotonic clock, by which servers were last seen."""
-    def render(server):
-        spark = render_sparkline(hourly_players.get(server.key, ()))
-        return render_server_row(context, server, spark)
-
     rows = []
-    row_pieces = cached_entries(servers, "row", render)
+    render_row = functools.partial(render_server_row, context, hourly_players)
+    row_pieces = cached_entries(servers, "row", render_row)
     for server, (before_seen, after_seen) in zip(servers, row_pieces):
         seen = server.last_seen + epoch
         age = age_text(wall - seen)
@@ -9537,11 +9531,10 @@ def render_rows(context, servers, hourly_players, epoch, wall):
     return Html("".join(rows))
 
 
-def render_server_row(context, server, spark):
+def render_server_row(context, hourly_players, server):
     """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
 
-    The time at which the server was last seen belongs between them; it changes more often. `spark`
-    is the server's sparkline."""
+    The time at which the server was last seen belongs between them; it changes more often."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
@@ -9551,6 +9544,7 @@ def render_server_row(context, server, spark):
     room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
+    spark = render_sparkline(hourly_players.get(server.key, ()))
     limit = server.max_players
     row_class = ""
     if not server.players:
@@ -9783,7 +9777,7 @@ def render_chart(series, wall):
         points=count,
         line=line,
         area=area,
-        peak=number_text(round(peak, 1)),
+        peak=format(round(peak, 1), ","),
         peak_time=minute_text(series.start + peak_index * series.step),
         peak_x=chart_x(peak_share),
         peak_y=chart_y(peak / top),
@@ -9824,7 +9818,7 @@ def render_value_axis(peak):
             '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
             '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
-            text=number_text(tick),
+            text=format(tick, ","),
             long=" long" if top > 999 else "",          # see the style sheet
             kind="grid" if tick else "axis"))
     return top, marks
@@ -10480,8 +10474,9 @@ class Web(TcpProtocol):
 
 def query_number(request, name, high):
     """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
+    text = request.query.get(name, "").strip()
     try:
-        return number_reader(0, high)(request.query.get(name, "").strip() or "0")
+        return number_reader(0, high)(text) if text else 0
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10837,6 +10832,7 @@ ANNOUNCED_TEXTS = {
     "description": TEXT_CHARACTERS}
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
+TOO_MANY_FIELDS = "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX
 
 
 class OwnGame(Game):
@@ -10961,13 +10957,9 @@ def json_values(body):
     except Malformed as error:
         reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
         raise Refused("bad packet", reason) from None
-    check_field_count(len(members))
+    if len(members) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     return {name: value for name, value in members.items() if value is not None}
-
-
-def check_field_count(count):
-    if count > ANNOUNCED_FIELDS_MAX:
-        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
 
 
 def form_values(body):
@@ -10975,7 +10967,8 @@ def form_values(body):
 
     If a name occurs twice, its last value counts."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    check_field_count(len(pairs))
+    if len(pairs) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     values = {}
     for pair in pairs:
         # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and
@@ -11629,8 +11622,9 @@ class UdpSocket:
                 tally.limited += 1
                 continue
             if server is not None:
-                if server.repeat_answer:
-                    answers.append((server.repeat_answer, reply_address))
+                answer = server.repeat_answer
+                if answer:
+                    answers.append((answer, reply_address))
                 continue
             try:
                 for reply, recipient in self.protocol.datagram(packet, peer, now):

@@ -9883,17 +9883,6 @@ class NewsTest(unittest.TestCase):
                     self.registry.remove_own(self.hear(0, 9, port=port, address=addresses[0]))
                 self.assertEqual(self.messages(news, 200), expected, addresses)
 
-    def test_a_48_has_the_share_of_many_sources_and_the_account_is_bounded(self):
-        for address, sent in (("2001:db8:0:%x::1", ms.NEWS_PER_SOURCE * ms.SITE_SOURCES),
-                              ("198.18.0.%d", 60)):
-            news, found = self.news(notify__again_after="86400"), 0
-            with mock.patch.object(ms, "KNOWN_SERVERS", 5):
-                for number in range(60):
-                    self.hear(0, 2, address=address % number)
-                    found += self.messages(news, 10)
-            self.assertEqual(found, sent)
-            self.assertEqual(len(news.sent_at), 5)
-
     def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
         for restored in 0, 5:
@@ -9940,12 +9929,13 @@ class NewsTest(unittest.TestCase):
     def test_a_flood_is_ten_messages_and_bounded(self):
         news = self.news(notify__again_after="60")
         sent = 0
-        for _ in range(3):                              # minutes
-            for players, host in itertools.product((0, 2), range(1000)):
-                self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
-            sent += self.messages(news, 60)
+        with mock.patch.object(ms, "KNOWN_SERVERS", 5):
+            for _ in range(3):                          # minutes
+                for players, host in itertools.product((0, 2), range(1000)):
+                    self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
+                sent += self.messages(news, 60)
         self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
-        self.assertEqual(news.below_threshold, set())
+        self.assertEqual((news.below_threshold, len(news.sent_at)), (set(), 5))
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
              "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
@@ -10476,12 +10466,11 @@ class ConnectionTest(unittest.TestCase):
             self.assertTrue(connection.is_closed)
 
     def test_a_fault_or_bad_input_ends_it_and_says_so(self) -> None:
-        for data, errors, malformed in (b"a!b", 1, 0), (b"a?b", 0, 1):
+        for data, counts in (b"a!b", (1, 0)), (b"a?b", (0, 1)):
             with self.assertLogs("masterserver", "DEBUG"):
                 connection, peer = self.make(OneAnswer(), data=data)
             self.assertEqual(read_all(peer), b"a")
-            tally = connection.tally
-            self.assertEqual((tally.errors, tally.malformed), (errors, malformed))
+            self.assertEqual((connection.tally.errors, connection.tally.malformed), counts)
 
     def test_it_ends_without_a_reset(self) -> None:
         """What still comes is read away, up to a bound in bytes and time."""
@@ -10647,20 +10636,21 @@ class HttpsTest(unittest.TestCase):
 
     def test_versions_and_protocols(self) -> None:
         server = self.start()
-        for version, name in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3,
-                                                                    "TLSv1.3")):
-            context = self.context()
-            context.minimum_version = context.maximum_version = version
-            context.set_alpn_protocols(["h2", "http/1.1"])
-            client = self.connect(server, context)
-            self.assertEqual((client.version(), client.selected_alpn_protocol()),
-                             (name, "http/1.1"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")         # Python says that this version is old
-            context = self.context()
-            context.minimum_version = ssl.TLSVersion.TLSv1
-            context.maximum_version = ssl.TLSVersion.TLSv1_1
-            self.assertRaises(OSError, self.connect, server, context)
+        versions = ssl.TLSVersion
+        for lowest, highest, name in ((versions.TLSv1_2, versions.TLSv1_2, "TLSv1.2"),
+                                      (versions.TLSv1_3, versions.TLSv1_3, "TLSv1.3"),
+                                      (versions.TLSv1, versions.TLSv1_1, "")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")     # Python says that the last ones are old
+                context = self.context()
+                context.minimum_version, context.maximum_version = lowest, highest
+                context.set_alpn_protocols(["h2", "http/1.1"])
+                if not name:
+                    self.assertRaises(OSError, self.connect, server, context)
+                    continue
+                client = self.connect(server, context)
+                self.assertEqual((client.version(), client.selected_alpn_protocol()),
+                                 (name, "http/1.1"))
 
     def test_who_speaks_no_tls(self) -> None:
         server = self.start()
@@ -10817,13 +10807,10 @@ class HttpsTest(unittest.TestCase):
                 ("/nowhere/c", self.key, "[http] certificate = /nowhere/c: No such file"),
                 (self.certificate, "/nowhere/k", "[http] key = /nowhere/k: No such file"),
                 (folder, self.key, "not a plain file"),
-                (self.certificate, "", "there is no private key in it"),
-                (self.key, self.key, "there is no certificate in it"),
+                (self.certificate, "", "[http] certificate = %s: there is no private key in it"
+                 % self.certificate),
                 (self.key, self.certificate, "there is no certificate in it"),
-                (write("empty", b""), self.key, "there is no certificate in it"),
-                (self.certificate, write("empty2", b""), "there is no private key in it"),
                 (self.certificate, other_key, "does not belong to it"),
-                (other, self.key, "does not belong to it"),
                 (self.certificate, locked, "its key asks for a password"),
                 (self.certificate, old_locked, "its key asks for a password"),
                 (write("cut", certificate[:300] + b"\n-----END CERTIFICATE-----\n"), self.key,
@@ -10839,12 +10826,6 @@ class HttpsTest(unittest.TestCase):
                 self.assertRaisesRegex(
                     ms.SettingsError, re.escape(words), ms.load_certificate,
                     self.settings(certificate_path, key_path))
-        status, _, err = command("--check", *itertools.chain.from_iterable(
-            ("--set", "%s=%s" % pair) for pair in {
-                **NO_PORTS, "http.https_ports": "0", "http.certificate": self.certificate,
-                "http.key": other_key, "server.database": ""}.items()))
-        self.assertEqual(status, 2)
-        self.assertIn("does not belong to it", err)
 
     def settings(self, certificate: str, key: str) -> ms.Settings:
         return ms.Settings({"http.https_ports": "0", "http.certificate": certificate,
@@ -10918,11 +10899,8 @@ class LimitsOnTheWireTest(unittest.TestCase):
             held = [stack.enter_context(connect(server, "aio")) for _ in range(3)]
             for client in held:
                 self.assertEqual(client.recv(5), b"\1\0\0\0\0")
-            for _ in range(5):
-                with connect(server, "http") as over:
-                    over.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
-                    status, headers, _, _ = split_response(read_all(over))
-                    self.assertEqual((status, headers["Connection"]), (429, "close"))
+            status, headers, _ = fetch(port_of(server, "http"), "/master.json")
+            self.assertEqual((status, headers["Connection"]), (429, "close"))
             with connect(server, "aio") as over:
                 over.sendall(b"12#%\n" * 100)
                 self.assertEqual(read_all(over), b"")
@@ -11035,17 +11013,6 @@ class MasterServerTest(unittest.TestCase):
         self.assertLessEqual(threads, 3)
         self.assertRegex(server.log, "Players and browsers: http://.*:%d/" % server.port("http"))
         self.assertIn("INFO stopped", server.log)
-
-    def test_a_port_in_use_says_which_and_what_to_change(self) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-            other.bind(("127.0.0.1", 0))
-            port = other.getsockname()[1]
-            result = run_program("--set", "server.bind=127.0.0.1",
-                                 "--set", "iceball.port=%d" % port)
-        self.assertEqual(result.returncode, 1)
-        self.assertRegex(result.stderr, "iceball cannot listen on UDP 127.0.0.1:%d: .* "
-                         r"Change \[iceball\] port or \[server\] bind" % port)
-        self.assertNotIn("Traceback", result.stderr)
 
     def test_no_ipv6_on_this_machine(self) -> None:
         bound = ms.bound_socket
@@ -14068,11 +14035,10 @@ class ServingTest(unittest.TestCase):
         for public, own, told in (("", "192.0.2.9", "192.0.2.9"), ("", "", "localhost"),
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
                                   ("2001:db8::7", "192.0.2.9", "[2001:db8::7]")):
-            settings = ms.Settings({"server.public_address": public})
-            server = mock.Mock(settings=settings, rooms=with_rooms(make_core()).rooms, listeners=[
-                ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")])
+            core = with_rooms(make_core(server__public_address=public))
+            core.listeners = [ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")]
             with mock.patch.object(ms, "own_address", return_value=own):
-                ports, luanti, ddnet, page = ms.first_contact(server)
+                ports, luanti, ddnet, page = ms.first_contact(core)
             self.assertEqual((ports, page), ("http on TCP 27790",
                                              "Players and browsers: http://%s:27790/" % told))
             for line in luanti, ddnet:
