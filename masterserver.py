@@ -7701,8 +7701,6 @@ def luanti_score(announcement, ping_s):
 
 DDNET_REGISTER = "/ddnet/15/register"       # 15 is the version of the registrations
 DDNET_SERVERS = "/ddnet/15/servers.json"
-# The protocols of Teeworlds 0.6 and 0.7, as an address begins
-DDNET_06, DDNET_07 = "tw-0.6+udp", "tw-0.7+udp"
 DDNET_SUCCESS = b'{"status":"success"}'
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
 DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
@@ -7731,10 +7729,6 @@ class DdnetRequest(NamedTuple):
     token: bytes = b""                  # the token of an earlier challenge, or b""
     serial: int = 0                     # grows with each change of the info
 
-    @property
-    def endpoint(self):
-        return self.address, self.port
-
 
 def read_ddnet_request(request, address):
     """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
@@ -7756,7 +7750,7 @@ def read_ddnet_request(request, address):
     if ddnet_header(request, "Action", "(delete)?", "delete, or no such field"):
         return fields._replace(is_delete=True)
     head = b"\xff" * 10                 # begins a packet without a connection
-    if protocol == DDNET_07:
+    if protocol == "tw-0.7+udp":
         connless_token = ddnet_header(
             request, "Connless-Token", "[0-9a-fA-F]{8}", "eight hexadecimal digits")
         head = b"\x21" + bytes.fromhex(connless_token) + b"\xff" * 8
@@ -7782,7 +7776,7 @@ def ddnet_header(request, name, pattern, expected):
 def ddnet_endpoint(text):
     """Return the IP address and the port of an address in the list. Raise ValueError."""
     protocol, _, endpoint = text.partition("://")
-    if protocol not in (DDNET_06, DDNET_07):
+    if protocol not in ("tw-0.6+udp", "tw-0.7+udp"):
         raise ValueError("not an address of a DDNet server")
     return read_numeric_endpoint(endpoint)
 
@@ -7808,7 +7802,6 @@ DDNET_INFO = {
     "version": DDNET_PLAIN_TEXT,
     "clients": (lambda value: isinstance(value, list), "a list"),
 }
-DDNET_MAP = {"name": DDNET_PLAIN_TEXT}
 DDNET_CLIENT = {"name": DDNET_TEXT, "clan": DDNET_TEXT, "country": DDNET_NUMBER,
                 "score": DDNET_NUMBER, "is_player": DDNET_FLAG}
 
@@ -7818,11 +7811,9 @@ def read_ddnet_info(raw):
 
     Raise Malformed, with the name of the wrong member, if DDNet's clients would not show a server
     with it; or if it is too large, too deep, or has a value that JSON does not have."""
-    if len(raw) > DDNET_INFO_BYTES:
-        raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     info = read_json_object(raw)
     check_ddnet_members("", info, DDNET_INFO)
-    check_ddnet_members("map.", info["map"], DDNET_MAP)
+    check_ddnet_members("map.", info["map"], {"name": DDNET_PLAIN_TEXT})
     for number, client in enumerate(info["clients"]):
         check_ddnet_members("clients[%d]." % number, client, DDNET_CLIENT)
     if info["max_players"] > info["max_clients"]:
@@ -7839,7 +7830,7 @@ def read_ddnet_info(raw):
     except ValueError:
         # Python reads NaN, infinite numbers and halves of surrogate pairs, but JSON has none
         raise Malformed("info: a number or a text that JSON does not have") from None
-    if len(compact) > DDNET_INFO_BYTES:             # Python writes 1e15 with 18 characters
+    if len(compact) > DDNET_INFO_BYTES:     # longer than it came: Python writes 1e15 in 18 bytes
         raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     return compact.decode()
 
@@ -7851,7 +7842,8 @@ def check_ddnet_members(where, values, members):
     if not isinstance(values, dict):
         raise Malformed(where.rstrip(".") + ": expected an object")
     for name, (is_right, expected) in members.items():
-        if not is_right(values.get(name)):
+        value = values.get(name)
+        if not is_right(value):
             raise Malformed("%s%s: expected %s" % (where, name, expected))
 
 
@@ -7880,18 +7872,17 @@ def read_ddnet_registration(values):
     secret      the hash of Secret, in hexadecimal digits
     addresses   the addresses for players, the first of which is the server's identity
 
-    Raise Malformed if a value is wrong."""
-    try:
-        info = read_ddnet_info(values["info"].encode())
-        addresses = list(values["addresses"])
-        endpoints = [ddnet_endpoint(text) for text in addresses]
-        has_hash = re.fullmatch("[0-9a-f]{32}", values["secret"])
-        serial = values["serial"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Malformed("ddnet_registration: %r" % error) from None
-    if not (0 < len(endpoints) <= DDNET_ADDRESSES and has_hash and type(serial) is int):
-        raise Malformed("ddnet_registration: a wrong value")
-    return {"info": info, "serial": serial, "secret": values["secret"], "addresses": addresses}
+    Raise Malformed, or what restored() takes for it, if a value is wrong."""
+    info = read_ddnet_info(values["info"].encode())
+    serial = values["serial"]
+    secret = values["secret"]
+    addresses = list(values["addresses"])
+    for text in addresses:
+        ddnet_endpoint(text)
+    has_hash = re.fullmatch("[0-9a-f]{32}", secret)
+    if not has_hash or type(serial) is not int or not 0 < len(addresses) <= DDNET_ADDRESSES:
+        raise Malformed("a wrong secret, serial or number of addresses")
+    return {"info": info, "serial": serial, "secret": secret, "addresses": addresses}
 
 
 def ddnet_large_bytes(info):
@@ -7902,12 +7893,11 @@ def ddnet_large_bytes(info):
 class DdnetAddress:
     """What the master knows of one address of a server besides what is stored."""
 
-    __slots__ = ("source", "heard_at", "replaced_secret", "fingerprint")
+    __slots__ = ("source", "heard_at", "fingerprint")
 
     def __init__(self, source, heard_at):
         self.source = source            # the address that its registrations come from
         self.heard_at = heard_at        # the time of the last registration
-        self.replaced_secret = ""       # of the server whose place it has taken; or ""
         self.fingerprint = None         # of its last registration; see Registry.by_fingerprint
 
 
@@ -7963,21 +7953,14 @@ class Ddnet(Game):
         # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
         # good for two minutes at least, and for four at most
         self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
-        # This master's servers by the hash of Secret, and by the address and port of each of their
-        # addresses. Some of them have left within the last second
+        # This master's servers by the hash of Secret. Some have left within the last second
         self.by_secret = {}
-        self.by_endpoint = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
         self.prove_at = -math.inf       # when all tokens have to be verified again
 
     @staticmethod
     def registration(server):
         return server.private["ddnet_registration"]
-
-    def listed(self, servers, key):
-        """Return the server with this key in by_secret or by_endpoint, if it is still listed."""
-        server = servers.get(key)
-        return server if server is not None and self.registry.has(server) else None
 
     # Registrations
 
@@ -7987,43 +7970,37 @@ class Ddnet(Game):
         Raise Malformed or Refused, with words that the game server logs."""
         asked = read_ddnet_request(request, self.rules.listed_address(request.address))
         now = request.now
+        server = self.by_secret.get(asked.secret)
+        if server is not None and not self.registry.has(server):
+            server = None
         if asked.is_delete:
-            self.delete(asked, now)
+            if server is not None and asked.text in server.private["ddnet_addresses"]:
+                self.drop_addresses(server, [asked.text])
+                self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
             return DDNET_SUCCESS
-        server = self.listed(self.by_secret, asked.secret)
         self.check_request(asked, server)
-        former_secrets = self.former_secrets(asked)
-        # A token proves that whoever has this Secret receives what is sent to this address,
-        # although a server with the former Secret was listed there. So a game server that is
-        # started again can take the place of its former life, and nobody can take it back with an
-        # older token
-        messages = []
-        for former_secret in former_secrets:
-            words = asked.source, asked.text, asked.secret, former_secret
-            messages.append(" ".join(words).encode())
-        if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
-            message, *_ = messages
+        # The token proves that whoever has this Secret receives what is sent to this address
+        message = " ".join([asked.source, asked.text, asked.secret]).encode()
+        if not self.cookie.is_valid(asked.token, message, now):
             token = self.cookie.make(message, now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
             self.registry.record_outcome(
                 asked.source, self.game, asked.port, "challenged", now, str(asked.port))
             return to_json({"status": "need_challenge"})
         registration = self.registration(server) if server else {"secret": asked.secret}
-        former_secret, *_ = former_secrets
         if request.body:                # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(request.body)
             try:
                 self.check_size(asked.source, server, info)
             except Refused:
                 if server is not None:      # it stays, with its old info
-                    self.list_address(asked, server, registration, former_secret, now)
+                    self.list_address(asked, server, registration, now)
                 raise
             registration = {**registration, "info": info, "serial": asked.serial}
         elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
-        self.list_address(asked, server, registration, former_secret, now)
+        server = self.list_address(asked, server, registration, now)
         if not request.body and not request.close_connection:       # else nothing is repeated
-            server = self.by_endpoint[asked.endpoint]
             fingerprint = hash((request.head, request.peer_address))
             server.private["ddnet_addresses"][asked.text].fingerprint = fingerprint
             if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
@@ -8039,31 +8016,19 @@ class Ddnet(Game):
         address of each family. So somebody who has learned the Secret cannot add another port, or a
         second IPv4 address, to the server."""
         source, address, port = asked.source, asked.address, asked.port
+        if server is None:
+            self.registry.check_admission((self.game, address, port), source)
+            return
         if not self.registry.can_be_listed(source, address):
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        for text in self.registration(server)["addresses"] if server else ():
+        self.registry.check_rules(source, address, port, None)
+        for text in self.registration(server)["addresses"]:
             listed_address, listed_port = ddnet_endpoint(text)
             is_same_family = (":" in listed_address) == (":" in address)
-            if listed_port != port or (is_same_family and listed_address != address):
+            is_another = is_same_family and listed_address != address
+            if listed_port != port or is_another:
                 raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
-                              "moved waits %d s" % (text, DDNET_LIFETIME_S))
-        if server is not None or self.listed(self.by_endpoint, asked.endpoint) is not None:
-            self.registry.check_rules(source, address, port, None)
-        else:
-            self.registry.check_admission((self.game, address, port), source)
-
-    def former_secrets(self, asked):
-        """Return the Secrets, hashed, of other servers with which a token for this request may be
-        made. The first one is for new tokens; it is "" if no other server is listed at the port."""
-        server = self.listed(self.by_endpoint, asked.endpoint)
-        if server is None:
-            return [""]
-        secret = self.registration(server)["secret"]
-        if secret != asked.secret:      # it is probably the same game server before a restart
-            return [secret]
-        # 0.6 may have taken the place already, and the token of 0.7 is from before
-        addresses = server.private["ddnet_addresses"].values()
-        return ["", *(address.replaced_secret for address in addresses)]
+                                       "moved waits %d s" % (text, DDNET_LIFETIME_S))
 
     def check_size(self, source, server, info):
         """Raise Refused if an info is too large together with those of other servers.
@@ -8073,50 +8038,46 @@ class Ddnet(Game):
         if server is not None:
             more -= ddnet_large_bytes(self.registration(server)["info"])
             source = server.source      # that of its first address, for which it counts
-        is_full = self.large_bytes.total + more > DDNET_LARGE_BYTES or (
-            self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more)
-            and not self.rules.exempts(source))
+        is_full = self.large_bytes.total + more > DDNET_LARGE_BYTES
+        if self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more):
+            is_full = is_full or not self.rules.exempts(source)
         if more > 0 and is_full:
             raise Refused("limit", "infos: they are too large together; one of at most %d bytes is "
                                    "always accepted" % DDNET_USUAL_BYTES)
         self.large_bytes.take(source, more)         # tick() counts exactly
 
-    def list_address(self, asked, server, registration, former_secret, now):
+    def list_address(self, asked, server, registration, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
-        of a new one. Raise Refused if the rules or a limit forbid it."""
-        former = self.listed(self.by_secret, former_secret)
-        if former is not None:
-            # The game server was started again: its former life has no port any more, even if the
-            # new one is refused
-            lost = []
-            for text in self.registration(former)["addresses"]:
-                if ddnet_endpoint(text) == asked.endpoint:
-                    lost.append(text)
-            self.drop_addresses(former, lost)
-        addresses = {}
-        if server is not None:
-            addresses.update(server.private["ddnet_addresses"])
+        of a new one. Return the Server. Raise Refused if the rules or a limit forbid it."""
+        addresses = dict(server.private["ddnet_addresses"]) if server else {}
         address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
         # IPv4 comes first, as most players have it, then 0.6
         ordered = sorted(addresses, key=lambda text: ("[" in text, text))
-        self.list_server(server, {**registration, "addresses": ordered}, addresses, now)
+        registration = {**registration, "addresses": ordered}
+        listed = self.list_server(server, registration, addresses, now)
         address.source, address.heard_at = asked.source, now
-        address.replaced_secret = former_secret or address.replaced_secret
         self.registry.record_outcome(asked.source, self.game, asked.port, "listed", now)
+        return listed
 
     def list_server(self, server, registration, addresses, now):
-        """List a server with this registration, or refresh it. Raise Refused.
+        """List a server with this registration, or refresh it. Return the Server. Raise Refused.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there: the list loses it and gets a new one, whose history begins
         again. If it may not be listed there, it stays where it is."""
         first_address, *_ = registration["addresses"]
-        key = self.game, *ddnet_endpoint(first_address)
+        address, port = ddnet_endpoint(first_address)
+        key = self.game, address, port
         source = addresses[first_address].source        # the one that the server counts for
         info = json.loads(registration["info"])
         name = clean(info["name"])
+        if server is None or server.key != key:
+            other = self.registry.get(*key)
+            if other is not None and not other.master:
+                # It is probably the same game server before it was started again
+                raise Refused("owner", "Secret: %s is listed with another one; a server that was "
+                              "started again waits %d s" % (first_address, DDNET_LIFETIME_S))
         if server is not None and server.key != key:
-            _, address, port = key
             self.registry.check_rules(source, address, port, name)
             self.rules.check_source_limit(self.registry.own, source)
             self.registry.remove_own(server)
@@ -8132,14 +8093,8 @@ class Ddnet(Game):
             "details": {"flags": "password" if info["passworded"] else ""},
             "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
         })
-        self.enter(listed)
-
-    def enter(self, server):
-        """Enter a listed server into the tables."""
-        registration = self.registration(server)
-        self.by_secret[registration["secret"]] = server
-        for text in registration["addresses"]:
-            self.by_endpoint[ddnet_endpoint(text)] = server
+        self.by_secret[registration["secret"]] = listed
+        return listed
 
     @classmethod
     def restored(cls, stored):
@@ -8149,51 +8104,36 @@ class Ddnet(Game):
 
     def resume(self, server):
         registration = self.registration(server)
-        addresses = {text: DdnetAddress(server.source, server.last_seen)
-                     for text in registration["addresses"]}
+        addresses = {}
+        for text in registration["addresses"]:
+            addresses[text] = DdnetAddress(server.source, server.last_seen)
         server.private = {"ddnet_registration": registration, "ddnet_addresses": addresses}
-        self.enter(server)
+        self.by_secret[registration["secret"]] = server
 
     # Addresses that leave
 
-    def delete(self, asked, now):
-        """Remove the address that a request deletes, if it is listed.
-
-        Raise Refused if it is listed with another Secret."""
-        server = self.listed(self.by_endpoint, asked.endpoint)
-        if server is None or asked.text not in server.private["ddnet_addresses"]:
-            return
-        if self.registration(server)["secret"] != asked.secret:
-            raise Refused("owner", "Secret: %s is listed with another one" % asked.text)
-        self.drop_addresses(server, [asked.text])
-        self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
-
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
+        registration = self.registration(server)
         addresses = dict(server.private["ddnet_addresses"])
         for text in texts:
             del addresses[text]
-            self.by_endpoint.pop(ddnet_endpoint(text), None)    # list_server() enters the others
         if not addresses:
             self.registry.remove_own(server)
             return
-        registration = self.registration(server)
         remaining = [text for text in registration["addresses"] if text in addresses]
+        registration = {**registration, "addresses": remaining}
         heard_at = max(address.heard_at for address in addresses.values())
         try:
-            self.list_server(server, {**registration, "addresses": remaining}, addresses, heard_at)
+            self.list_server(server, registration, addresses, heard_at)
         except Refused:
             # At its first remaining address it may not be listed, so it has left
             self.registry.remove_own(server)
 
     def gone(self, server):
-        registration = self.registration(server)
-        endpoints = map(ddnet_endpoint, registration["addresses"])
-        for servers, keys in (
-                (self.by_secret, [registration["secret"]]), (self.by_endpoint, endpoints)):
-            for key in keys:
-                if servers.get(key) is server:
-                    del servers[key]
+        secret = self.registration(server)["secret"]
+        if self.by_secret.get(secret) is server:
+            del self.by_secret[secret]
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
@@ -8210,8 +8150,10 @@ class Ddnet(Game):
                 self.large_bytes.take(server.source, large_bytes)
             silent = []
             for text, address in server.private["ddnet_addresses"].items():
-                if address.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
-                        address.source, address.heard_at, DDNET_LIFETIME_S, now):
+                heard_at = address.heard_at
+                is_late = heard_at + DDNET_LIFETIME_S <= now
+                if is_late and self.registry.is_silent(
+                        address.source, heard_at, DDNET_LIFETIME_S, now):
                     silent.append(text)
             if silent:
                 self.drop_addresses(server, silent)
