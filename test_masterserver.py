@@ -486,7 +486,7 @@ class SettingsTest(unittest.TestCase):
             game, place, *words = label.split()
             self.assertEqual((found.label, found.port), (label, port))
             self.assertEqual((found.game, found.name), (game, place.replace("https://", "")))
-            self.assertEqual(list(found.choice().values()), words)
+            self.assertEqual([word for _, word in found.choice], words)
         for words, lines in (
                 ("expected one of hyperbol, subspace, aio, quake3, luanti",
                  ("iceball a.example", "doom a.example", "a.example")),
@@ -13804,7 +13804,7 @@ class OtherMastersLists(unittest.TestCase):
                                      ("localhost", os.devnull, "CERTIFICATE_VERIFY_FAILED")):
             with FakeServer(serve=serve) as server, mock.patch.dict(
                     os.environ, SSL_CERT_FILE=trusted, SSL_CERT_DIR=folder.name):
-                upstream = ms.Upstream("luanti", host, server.port, tls=True)
+                upstream = ms.read_upstream("luanti https://%s:%d" % (host, server.port))
                 told = ""
                 try:
                     found, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 5)
@@ -15540,8 +15540,8 @@ def bench_luanti(bench, accepts):
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
         rows.append(ms.listed_row(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
-            **ms.luanti_attributes({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
-            wall))
+            room="luanti", **ms.luanti_attributes({
+                **told, "name": ms.clean(name), "mods": told["mods"] + mods})), wall))
     database = ms.Database(path)
     database.save(rows, [])
     database.close()
