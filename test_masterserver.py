@@ -8109,7 +8109,7 @@ class AnnounceTest(WebCase):
                 (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
                 (b'["game"]', "object"), (b'{"game":', "JSON"),
                 # int() would take the square of their length, where Python does not refuse them
-                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "more than 400 digits"),
+                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "JSON"),
                 (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
                 is_form = b"=" in body or not body
@@ -8818,10 +8818,10 @@ class DdnetTest(WebCase):
             ("info: a number or a text that JSON", {"x": math.nan}),
             ("info: a number or a text that JSON", {"x": math.inf}))]
         rows += [("not a JSON object", body) for body in (
-            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, DDNET_INFO[:-1],
-            DDNET_INFO + b"x")]
+            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, b"9" * 5000,
+            DDNET_INFO[:-1], DDNET_INFO + b"x")]
         rows += [
-            ("max_clients", b"{}"), ("more than 400 digits", b"9" * 5000),
+            ("max_clients", b"{}"),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"1082711", b"1e999")),
             # Each of these takes 18 characters when Python writes it
@@ -9648,42 +9648,32 @@ class CountryFileOfTheProgram(unittest.TestCase):
         listed = server.registry.list_or_refresh(
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
         changes_of(server.registry)
-        now = 0.0
-
-        def run():
-            """What the loop does in some seconds."""
-            nonlocal now
-            now += 10.0
-            server.tick(now)
-            server.tick(now + 1.0)
-
-        nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
-        for raw, country, line, trouble in (
-                (nl, "nl", "file with countries read", None),
+        no_trouble = ""
+        for now, (raw, country, line, trouble) in enumerate((
+                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read", no_trouble),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
-                (pl, "pl", "file with countries read", None)):
+                (mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5)), "", "is damaged: a value",
+                 "the file is damaged: a value"),
+                (simple_country_file({"203.0.113.0/24": "PL"}), "pl", "countries read",
+                 no_trouble))):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
-                run()
-                run()
-            self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output
-                     if "settings read again" not in text and "aio listed" not in text]
-            self.assertRegex(lines[-1], line)
-            self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
-            self.assertIn(trouble or "", server.health.get("countries", ""))
-            self.assertEqual("countries" in server.health, trouble is not None)
+                for later in 10, 11, 20, 21:
+                    server.tick(30.0 * now + later)
+            self.assertEqual((listed.country, "countries" in server.health),
+                             (country, trouble != no_trouble))
+            self.assertEqual(len([text for text in logged.output if re.search(line, text)]), 1)
+            self.assertIn(trouble, server.health.get("countries", ""))
         # What could not be read is tried again at a reload, though the file is the same
         self.write(simple_country_file({"203.0.113.0/24": "FR"}))
-        with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")), \
-                self.assertLogs("masterserver"):
-            run()
-        self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
         with self.assertLogs("masterserver"):
-            server.reload(now)
-            run()
+            with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")):
+                server.tick(200.0)
+                server.tick(201.0)
+            self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
+            server.reload(202.0)
+            server.tick(210.0)
+            server.tick(211.0)
         self.assertEqual((listed.country, "countries" in server.health), ("fr", False))
 
 
@@ -11498,17 +11488,18 @@ class SavedListTest(unittest.TestCase):
         with mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")):
             saved.tick(1.0, T0 + 1)
         self.assertIn("denied", saved.health["database"])
-        for _ in range(2):
-            with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
-                saved.tick(2.0, T0 + 2)
-            self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
-            saved.database.close()
-            with contextlib.closing(sqlite3.connect(self.path)) as db:
-                db.execute("INSERT OR REPLACE INTO block SELECT 3600, %d, id, x'00' FROM server"
-                           % (T0 // ms.WEEK * ms.WEEK))
-                db.commit()
-            with mock.patch.object(ms.log, "error"):
-                saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.on_disk(), saved.health), ([1], {}))
+        saved.database.close()
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as db:
+            db.execute("INSERT INTO block SELECT 3600, ?, id, x'00' FROM server",
+                       (T0 // ms.WEEK * ms.WEEK,))
+        with self.assertLogs("masterserver", "ERROR"):
+            saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
 
     # While it serves
 
