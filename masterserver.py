@@ -6779,8 +6779,6 @@ QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any other game type begins with this. The game type's number or name follows
-QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
 # The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
@@ -6811,16 +6809,12 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
+# What the numbers of game types mean in Quake III Arena and OpenArena
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games, because a machine runs servers of one game, rarely of
-# two. An IPv6 /48 may bring twice as many, because anybody can have one
-QUAKE3_GAMES_PER_SOURCE = 4
 # The keys of an infoResponse that are used, each with the text that stands for a missing value; a
 # value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
 QUAKE3_DEFAULTS = {
@@ -6845,12 +6839,12 @@ def read_quake3_info(data):
         raise Malformed("no infoResponse")
     if len(data) > QUAKE3_INFO_BYTES:
         raise Malformed("length: %d bytes" % len(data))
-    _, *pieces = data.split(b"\\")
-    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
+    pairs = dict(zip(pieces[1::2], pieces[2::2]))
     return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+# The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
 @functools.lru_cache(maxsize=4096)
 def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
@@ -6862,13 +6856,14 @@ def quake3_attributes(values, otherwise):
         is_missing = value is None or len(value) > 255
         info[key] = default if is_missing else decode_legacy(value)
     for key, pattern in QUAKE3_PATTERNS.items():
-        if info[key] is not None and not pattern.fullmatch(info[key]):
-            raise Malformed("%s: %a" % (key.decode(), info[key]))
+        text = info[key]
+        if text is not None and not pattern.fullmatch(text):
+            raise Malformed("%s: %a" % (key.decode(), text))
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % protocol)
+        raise Malformed(
+            "gamename: missing, and protocol %s does not belong to a known game" % protocol)
     return {
         # Without its colours, a name may begin or end with a blank
         "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
@@ -6884,8 +6879,7 @@ def quake3_attributes(values, otherwise):
 def quake3_game_id(gamename, protocol=""):
     """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
 
-    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
-    because its servers use the gamename of Quake III."""
+    OpenArena's servers use the gamename of Quake III and another protocol number."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
     if game == "quake3arena" and protocol == "71":
@@ -6927,8 +6921,9 @@ def read_quake3_question(command, words):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
     for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        if word.startswith(b"gametype="):
+            _, _, number_or_name = word.partition(b"=")
+            gametype = decode_legacy(number_or_name)
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
     names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
@@ -7123,7 +7118,7 @@ class Quake3(PolledGame, UdpProtocol):
             packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
-        source, *_ = peer
+        source, _ = peer[:2]
         surplus_bytes = sum(map(len, packets)) - len(data)
         if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
@@ -7136,7 +7131,7 @@ class Quake3(PolledGame, UdpProtocol):
         if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        source, port, *_ = peer
+        source, port = peer[:2]
         target = self.poller.find(self, source, port)
         gamename = ""                   # a listed server has its gamename in the list
         if target is not None and self.listed_server(target) is not None:
@@ -7154,15 +7149,11 @@ class Quake3(PolledGame, UdpProtocol):
                 refused.port = port
                 raise
             self.registry.record_outcome(source, self.game, port, "announced", now)
+            # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
-        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        proven = "%s %s %d" % (gamename, source, port)
+        mac = self.cookie.make(proven.encode(), now)
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
-
-    @staticmethod
-    def proven_message(gamename, peer):
-        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
-        source, port, *_ = peer
-        return repr((gamename, source, port)).encode()
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat().
@@ -7170,24 +7161,35 @@ class Quake3(PolledGame, UdpProtocol):
         Raise Malformed if the challenge did not go there, or is too old, or if the contents are
         wrong."""
         challenge, values = read_quake3_info(data)
-        mac = b""
-        with contextlib.suppress(ValueError):
+        try:
             mac = base64.urlsafe_b64decode(challenge)
+        except ValueError:
+            mac = b""
         # The challenge does not say which gamename its MAC covers, so each of them is tried
+        source, port = peer[:2]
         for gamename in self.anonymous_gamenames:
-            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+            proven = "%s %s %d" % (gamename, source, port)
+            if self.cookie.is_valid(mac, proven.encode(), now):
                 break
         else:
             raise Malformed("no infoResponse to a getinfo of the last 2 s")
-        source, port, *_ = peer
         target = self.poller.find(self, source, port)
+        fingerprint = hash((peer, values))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if target is not None and server is not None:
+            # Nothing has changed since its last infoResponse
+            target.missed = 0
+            server.last_seen = now
+            return
         attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
         target.why = ANNOUNCED          # until now, perhaps only another list has named it
         # This proves that the server is there, as the answer to a poll would
         target.missed = 0
-        self.list_polled(target, attributes, now)
+        server = self.list_polled(target, attributes, now)
+        if server is not None:
+            self.registry.set_fingerprint(server, fingerprint)
 
     def listed_gamename(self, target):
         """Return the gamename of a target's server in the list, or "" if it is not listed."""
@@ -7221,7 +7223,8 @@ class Quake3(PolledGame, UdpProtocol):
                 shares.take(first_source)
         if shares.total >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        # A machine runs servers of one game, rarely of two. Anybody can have an IPv6 /48
+        full = shares.full(source, 4, site_sources=2)
         if full and not self.rules.exempts(source):
             raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
@@ -7290,7 +7293,7 @@ class Quake3(PolledGame, UdpProtocol):
     # Pages
 
     def mode_text(self, server):
-        if server.game in QUAKE3_MODE_GAMES:
+        if server.game in ("quake3arena", "openarena"):
             return QUAKE3_MODES.get(server.mode, server.mode)
         return server.mode
 

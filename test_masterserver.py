@@ -15530,8 +15530,8 @@ def bench_luanti(bench, accepts):
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
         rows.append(ms.listed_row(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
-            **ms.luanti_attributes({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
-            wall))
+            room="luanti", **ms.luanti_attributes({
+                **told, "name": ms.clean(name), "mods": told["mods"] + mods})), wall))
     database = ms.Database(path)
     database.save(rows, [])
     database.close()
