@@ -2256,10 +2256,6 @@ def cached_entries(servers, list_name, render):
     return entries
 
 
-def any_server(server):
-    return True
-
-
 def concatenated(entries, now):
     return b"".join(entries)
 
@@ -2271,12 +2267,13 @@ class ServerList(NamedTuple):
     the entries are sorted by ranking()."""
 
     entry: Callable[[Server], Any]
-    wanted: Callable[[Server], bool] = any_server
+    wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
     join: Callable[[Sequence[Any], float], Any] = concatenated
 
     def render(self, servers, now):
-        wanted = [server for server in servers if self.wanted(server)]
-        return self.join(cached_entries(wanted, self.entry, self.entry), now)
+        if self.wanted:
+            servers = [server for server in servers if self.wanted(server)]
+        return self.join(cached_entries(servers, self.entry, self.entry), now)
 
 
 class RenderedList:
@@ -9964,9 +9961,6 @@ class HttpRequest:
     announced      the game and the port that the request announces, for the record of a refusal
     json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    method = ""
-    page = "/"
-    query_text = ""
     route = "none"
     headers: Mapping[str, str] = {}
     body = b""
@@ -9975,7 +9969,6 @@ class HttpRequest:
     json_field = False
     # After a malformed head nobody knows where the next request begins
     close_connection = True
-    now = wall = 0.0
 
     def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
@@ -10044,13 +10037,16 @@ class HttpRequest:
         return values
 
 
-def read_header_lines(lines):
+def read_header_lines(raw):
     """Return the values of header fields by their names in lower case. Raise HttpError.
 
     If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
     fields: Dict[str, str] = {}
-    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
-    for line in text.split("\n") if text else ():
+    text = raw.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    lines = text.split("\n") if text else []
+    if len(lines) > 100:                # browsers behind proxies send up to 40
+        raise HttpError(431, "There are more than 100 header lines.")
+    for line in lines:
         match = HEADER_LINE.fullmatch(line)
         if match is None:
             raise HttpError(400, "A header line is not NAME: VALUE.")

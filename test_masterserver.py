@@ -7107,6 +7107,7 @@ class HttpTest(WebCase):
         (b"POST / HTTP/1.0\r\nContent-Length: 65537\r\n\r\n", 413, "65536"),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
+        (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "100"),
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
