@@ -466,25 +466,10 @@ class Upstream(NamedTuple):
     game: str                           # the id of its room
     host: str
     port: int
-    tls: bool = False                   # whether a web server is asked by HTTPS
-    words: Tuple[str, ...] = ()         # values of the room's list_options
-
-    @property
-    def name(self) -> str:
-        """The master's name for pages: its host, and its port if that is not the usual one."""
-        usual_port = WEB_PORTS["https"] if self.tls else ROOMS[self.game].master_port
-        return self.host if self.port == usual_port else endpoint_text(self.host, self.port)
-
-    @property
-    def label(self) -> str:
-        """The list's name for the operator. No two lists have the same."""
-        place = "https://" + self.name if self.tls else self.name
-        return " ".join((self.game, place, *self.words))
-
-    def choice(self) -> Dict[str, str]:
-        """Return what the words choose, by the names of the room's list_options."""
-        names = [option.name for option in ROOMS[self.game].list_options]
-        return dict(zip(names, self.words))
+    tls: bool                           # whether a web server is asked by HTTPS
+    name: str                           # the master's: its host, and its port if that is unusual
+    label: str                          # for the operator; no two lists have the same
+    choice: Tuple[Tuple[str, str], ...]         # names of the room's list_options, and their values
 
 
 def read_upstreams(text):
@@ -502,20 +487,25 @@ def read_upstream(line):
         raise ValueError("expected one of %s, and after it a host" % ", ".join(rooms))
     room = rooms[game]
     is_web = room.fetched_over == "http"
+    option_names = [option.name for option in room.list_options]
     try:
         place, *choice = words
-        host, port, tls = read_master_place(place, WEB_PORTS if is_web else ())
-        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
+        host, port, tls = read_master_place(place.lower(), WEB_PORTS if is_web else ())
+        if not re.fullmatch("[a-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
-        if len(choice) != len(room.list_options):
+        if len(choice) != len(option_names):
             raise ValueError("too many words, or too few")
         for option, word in zip(room.list_options, choice):
             option.read(word)
     except ValueError:
         host_form = "[https://]HOST[:PORT]" if is_web else "HOST[:PORT]"
-        names = [option.name.upper() for option in room.list_options]
-        raise ValueError("expected " + " ".join([game, host_form, *names])) from None
-    return Upstream(game, host.lower(), port or room.master_port, tls, tuple(choice))
+        words = [game, host_form, *map(str.upper, option_names)]
+        raise ValueError("expected " + " ".join(words)) from None
+    usual_port = WEB_PORTS["https"] if tls else room.master_port
+    port = port or usual_port
+    name = host if port == usual_port else endpoint_text(host, port)
+    label = " ".join([game, "https://" + name if tls else name, *choice])
+    return Upstream(game, host, port, tls, name, label, tuple(zip(option_names, choice)))
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -1007,17 +997,16 @@ def to_json(value):
     return ENCODER.encode(value).encode()
 
 
-# A table for bytes.translate() that keeps digits and replaces every other byte by a space
-DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
+def read_integer(digits):
+    # The time of int() grows with the square of their number
+    if len(digits) > 400:
+        raise ValueError("too many digits")
+    return int(digits)
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    # A float has up to 309 digits before its point. The time of int() grows with their square
-    numbers = raw.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > 400:
-        raise Malformed("more than 400 digits in a row")
     try:
-        value = json.loads(raw.decode("utf-8-sig"))
+        value = json.loads(raw.decode("utf-8-sig"), parse_int=read_integer)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -1106,7 +1095,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return self.find(address_number(address)) is not None
+        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1305,8 +1294,8 @@ class CountryFile:
 
 # --- Limits by source ----------------------------------------------------------------------------
 #
-# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs to
-# the source /64, because one host can have all the addresses in it, and to the site /48, because
+# An IPv4 address, also one that is mapped to IPv6, is a source by itself. An IPv6 address belongs
+# to the source /64, because one host can have all the addresses in it, and to the site /48, because
 # anybody can have one. A site may have SITE_SOURCES times as much as a source.
 
 def source_keys(address):
@@ -1504,27 +1493,29 @@ class Limiter:
     def allow(self, address, now, tokens=1.0):
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
         table = self.table
-        cost_s = self.cost_s * tokens
-        keys = (address,)
-        if ":" in address and address not in table:
+        full_at = table.get(address)
+        if full_at is None:
+            is_source = "/" in address          # a key of ipv6_source_keys()
+            full_at = NO_VERDICT                # the bucket counts as full since the time 0
+            if self.verdict and not is_source:
+                full_at = self.verdict(address)
             # If there is a verdict, it may be about less than a source
-            if self.verdict is None or self.verdict(address) == NO_VERDICT:
-                keys = ipv6_source_keys(address)
-        for key in keys:
-            full_at = table.get(key)
-            if full_at is None:
-                if len(table) >= LIMITER_SOURCES:
-                    table.popitem(last=False)
-                # Without a verdict, the bucket counts as full since the time 0
-                full_at = table[key] = self.verdict(address) if self.verdict else NO_VERDICT
-            if full_at == EXEMPT:
+            if ":" in address and full_at == NO_VERDICT and not is_source:
+                for key in ipv6_source_keys(address):
+                    if not self.allow(key, now, tokens):
+                        return False
+                    tokens /= SITE_SOURCES
                 return True
-            table.move_to_end(key)
-            full_at = (full_at if full_at > now else now) + cost_s
-            if full_at - now > self.depth_s:
-                return False
-            table[key] = full_at
-            cost_s /= SITE_SOURCES
+            if len(table) >= LIMITER_SOURCES:
+                table.popitem(last=False)
+            table[address] = full_at
+        if full_at == EXEMPT:
+            return True
+        table.move_to_end(address)
+        full_at = (full_at if full_at > now else now) + self.cost_s * tokens
+        if full_at - now > self.depth_s:
+            return False
+        table[address] = full_at
         return True
 
     def is_nearly_empty(self, address, now):
@@ -1736,6 +1727,7 @@ class Server:
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     private      what only its room knows of it, by name; see Private (section 7)
     fingerprints of the packets that say nothing new about it; see Registry.by_fingerprint
+    repeat_answer   the answer to such a datagram; b"" if it gets none
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
                  itself, or if the ini names it
@@ -1748,6 +1740,7 @@ class Server:
         "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "private", "source", "source_port",
         "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints",
+        "repeat_answer",
         "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
@@ -1786,6 +1779,7 @@ class Server:
         self.pinned = False
         self.master = ""
         self.fingerprints = ()
+        self.repeat_answer = b""
         self.rank = None
         self.entry_cache = None
 
@@ -1935,23 +1929,31 @@ class Registry:
         found in another list is an own one from then on, unless `fields` has `found_at`. `pinned`
         says that the ini names the server. Raise Refused if the rules or a limit forbid it."""
         game, address, port = key
+        name = fields.get("name")
         server = self.get(game, address, port)
         is_new = server is None or server.master        # another master's server is new to us
         if is_new:
-            self.check_admission(
-                key, source, fields.get("name"), pinned, fields.get("found_at", ""))
+            found_at = fields.get("found_at", "")
+            self.check_admission(key, source, name, pinned, found_at)
             if server is not None:
                 # The other master's server is replaced by our own. Nobody is told that it was
                 # gone, because players saw it all the time
                 self.detach(server)
-            new = Server(game, address, port, source, now, lifetime, **clamp_players(fields))
-            new.pinned = pinned
-            self.insert(new)
-            return new
-        self.check_rules(source, address, port, fields.get("name"))
-        server.last_seen, server.lifetime = now, lifetime
-        self.update(server, {"found_at": "", **fields, "source": source, "confirmed": True,
-                             "pinned": pinned})
+            fields = clamp_players(fields)
+            server = Server(game, address, port, source, now, lifetime, **fields)
+            server.pinned = pinned
+            self.insert(server)
+            return server
+        self.check_rules(source, address, port, name)
+        server.last_seen = now
+        server.lifetime = lifetime
+        self.update(server, {
+            "found_at": "",
+            **fields,
+            "source": source,
+            "confirmed": True,
+            "pinned": pinned,
+        })
         return server
 
     def check_admission(self, key, source, name=None, pinned=False, found_at=""):
@@ -1967,10 +1969,12 @@ class Registry:
         self.check_rules(source, address, port, name)
         if pinned:
             return
+        max_servers = self.rules.max_servers
         # A server that another master has listed takes no further room if it is listed here too
-        if self.total >= self.rules.max_servers and self.get(game, address, port) is None:
-            raise Refused("limit", "this master lists at most %d servers" % self.rules.max_servers)
-        self.rules.check_source_limit(self.found if found_at else self.own, source)
+        if self.total >= max_servers and self.get(game, address, port) is None:
+            raise Refused("limit", "this master lists at most %d servers" % max_servers)
+        shares = self.found if found_at else self.own
+        self.rules.check_source_limit(shares, source)
 
     @staticmethod
     def can_be_listed(source, address):
@@ -1997,8 +2001,8 @@ class Registry:
 
     def insert(self, server):
         """Add a server to the list. The caller has checked that it may be listed."""
-        endpoint = server.address, server.port
         rules = self.rules
+        endpoint = server.address, server.port
         server.official = rules.official.get(endpoint, False)
         server.priority = rules.priority.get(endpoint, 0)
         if rules.countries_by_hand or rules.country_file:
@@ -2083,14 +2087,16 @@ class Registry:
             self.altered.add(server.key)
         self.changes.append((event, server))
 
-    def set_fingerprint(self, server, fingerprint):
-        """Set the one fingerprint of those packets that tell nothing new about the server.
+    def set_fingerprint(self, server, fingerprint, answer=b""):
+        """Set the one fingerprint of those packets that tell nothing new about the server, and the
+        answer to such a datagram.
 
         For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
         servers, two fingerprints are the same once in 40 million cases."""
         if server.fingerprints:
             self.forget_fingerprints_of(server)
         server.fingerprints = (fingerprint,)
+        server.repeat_answer = answer
         self.by_fingerprint[fingerprint] = server
 
     def add_fingerprint(self, server, fingerprint):
@@ -2206,8 +2212,9 @@ class Registry:
             self.outcomes_left = OUTCOMES_PER_S
         if self.outcomes_left > 0:
             self.outcomes_left -= 1
+            key = source, protocol, port
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
-            self.outcomes.add(source, (source, protocol, port), record, OUTCOMES_PER_SOURCE)
+            self.outcomes.add(source, key, record, OUTCOMES_PER_SOURCE)
 
     def outcome(self, source, protocol, port):
         """Return the PacketOutcome of the last packet with these, or None."""
@@ -2220,11 +2227,14 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     The other parameters are the present values of those that `fields` may lack."""
     told_players = fields.get("players", players)
     told_playing = fields.get("playing", playing)
-    players = max(0, min(told_players, fields.get("max_players", max_players) or PLAYERS_MAX))
+    maximum = fields.get("max_players", max_players)
+    players = min(told_players, maximum or PLAYERS_MAX)
+    players = max(0, players)
     playing = told_playing
     if playing is not None:
-        playing = max(0, min(playing, players))
-    if (players, playing) == (told_players, told_playing):
+        playing = min(playing, players)
+        playing = max(0, playing)
+    if players == told_players and playing == told_playing:
         return fields
     return {**fields, "players": players, "playing": playing}
 
@@ -2246,10 +2256,6 @@ def cached_entries(servers, list_name, render):
     return entries
 
 
-def any_server(server):
-    return True
-
-
 def concatenated(entries, now):
     return b"".join(entries)
 
@@ -2261,12 +2267,13 @@ class ServerList(NamedTuple):
     the entries are sorted by ranking()."""
 
     entry: Callable[[Server], Any]
-    wanted: Callable[[Server], bool] = any_server
+    wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
     join: Callable[[Sequence[Any], float], Any] = concatenated
 
     def render(self, servers, now):
-        wanted = [server for server in servers if self.wanted(server)]
-        return self.join(cached_entries(wanted, self.entry, self.entry), now)
+        if self.wanted:
+            servers = [server for server in servers if self.wanted(server)]
+        return self.join(cached_entries(servers, self.entry, self.entry), now)
 
 
 class RenderedList:
@@ -2699,7 +2706,8 @@ class Database:
         """Write the numbers of consecutive samples, the first at `first_time`, into their block."""
         start = form.block_start(first_time)
         block = bytearray(self._block(db, form, start, server_id))
-        bytes_before = (first_time - start) // form.step * form.sample_size * 2
+        samples_before = (first_time - start) // form.step
+        bytes_before = samples_before * form.sample_size * 2
         struct.pack_into("<%dH" % len(numbers), block, bytes_before, *numbers)
         db.execute("INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?)",
                    (form.step, start, server_id, block))
@@ -2971,12 +2979,8 @@ class UdpProtocol:
     datagram_bytes = MAX_DATAGRAM_BYTES
     # "address" or "endpoint" if listed servers announce themselves here. A datagram whose bytes and
     # sender, or the sender's address, have a fingerprint in the registry then refreshes its server,
-    # and is answered by repeat_answer() instead of datagram()
+    # and gets the server's `repeat_answer` instead of that of datagram()
     repeated_from = ""
-
-    def repeat_answer(self, data: bytes) -> bytes:
-        """Return the answer to an announcement that says nothing new, or b""."""
-        return b""
 
     def datagram(self, data: bytes, peer: Peer, now: float) -> Replies:
         """Read one datagram and return the replies.
@@ -3114,15 +3118,18 @@ class Form:
         """Return the fields at the beginning of the data, by name. Raise Malformed."""
         if len(data) < self.size:
             raise Malformed("length: %d bytes instead of %d" % (len(data), self.size))
-        fields = self.fields(*self.struct.unpack_from(data))
-        for name, value in self.fixed.items():
-            if getattr(fields, name) != value:
-                raise Malformed("%s: %a instead of %a" % (name, getattr(fields, name), value))
+        values = self.struct.unpack_from(data)
+        fields = self.fields(*values)
+        for name, fixed_value in self.fixed.items():
+            value = getattr(fields, name)
+            if value != fixed_value:
+                raise Malformed("%s: %a instead of %a" % (name, value, fixed_value))
         if not self.texts:
             return fields
         texts = {}
         for name in self.texts:
-            texts[name] = decode_legacy(c_string(getattr(fields, name)))
+            raw = c_string(getattr(fields, name))
+            texts[name] = decode_legacy(raw)
         return fields._replace(**texts)
 
     def read_whole(self, data):
@@ -3140,9 +3147,11 @@ class Form:
         """Return the packet with these values; a number without one is 0, a text is empty."""
         ordered = []
         for name in self.fields._fields:
-            value = values.get(name, self.fixed.get(name, 0))
+            default = self.fixed.get(name, 0)
+            value = values.get(name, default)
             if name in self.texts:
-                value = text_field(value or "", self.texts[name], self.encoding)
+                max_bytes = self.texts[name]
+                value = text_field(value or "", max_bytes, self.encoding)
             ordered.append(value)
         return self.struct.pack(*ordered)
 
@@ -3495,8 +3504,10 @@ class Game:
         """Remove the server at `source` and `port`, which signs off by HTTP.
 
         Return whether this source has announced such a server."""
-        server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        is_own = server is not None and server.source == source and not server.master
+        address = self.rules.listed_address(source)
+        server = self.registry.get(self.game, address, port)
+        is_listed_here = server is not None and not server.master
+        is_own = is_listed_here and server.source == source
         if is_own:
             self.registry.remove_own(server)
             self.registry.record_outcome(source, self.game, port, "stopped", now)
@@ -3615,10 +3626,13 @@ def announced_lifetime(answer):
         lifetime_s = float(response.get("ttl", 0))
     if response.get("listed") is True:
         # max() is called first because it turns a lifetime of NaN into TTL_MIN_S
-        return min(max(TTL_MIN_S, lifetime_s), TTL_MAX_S)
-    reason = str(response.get("reason", "HTTP status %d" % answer.status))
+        lifetime_s = max(TTL_MIN_S, lifetime_s)
+        return min(lifetime_s, TTL_MAX_S)
+    status = answer.status
+    reason = str(response.get("reason", "HTTP status %d" % status))
     # 408 and 429 mean that the request came too slowly, or too soon after others
-    if 400 <= answer.status < 500 and answer.status not in (408, 429):
+    is_temporary = status in (408, 429)
+    if 400 <= status < 500 and not is_temporary:
         # The master's operator may lift the refusal at any time
         raise MasterRefused(reason, again_after_s=RETRY_MAX_S)
     raise OSError("not listed yet: " + reason)
@@ -3901,9 +3915,15 @@ class Poller(UdpProtocol):
         A query that got no answer in time is sent again, if its poll has attempts left."""
         self.ticked_at = now
         # To look at 10,000 targets takes a millisecond; to keep them sorted would take longer
-        due = [target for target in self.targets.values() if target.due <= now]
+        due = []
+        for target in self.targets.values():
+            if target.due <= now:
+                due.append(target)
         due.sort(key=lambda target: target.due)
-        ready = [target for target in due if self.is_ready(target, now)]
+        ready = []
+        for target in due:
+            if self.is_ready(target, now):
+                ready.append(target)
         chosen = self.choose_within_rate(ready)
         return [self.open_query(target, now) for target in chosen]
 
@@ -3936,29 +3956,37 @@ class Poller(UdpProtocol):
         of the newcomers that are chosen go to the end of the queue of sources. Servers that were
         found in other lists get what is left of the rate."""
         ready = {target.key for target in targets}
-        newcomers = [target for target in self.newcomers.in_turns() if target.key in ready]
-        listed, found = [], []
+        newcomers = []
+        for target in self.newcomers.in_turns():
+            if target.key in ready:
+                newcomers.append(target)
+        listed = []
+        found = []
         for target in targets:
             if target.why == FOUND:
                 found.append(target)
             elif self.newcomers.get(target.key) is None:
                 listed.append(target)
         # The share is at most half, because a rate of 1 would leave nothing to listed servers
-        share = max(1, self.rate // NEWCOMER_SHARE)
-        share = min(share, self.rate // 2, len(newcomers))
-        chosen = listed[:self.rate - share]
-        for target in newcomers[:self.rate - len(chosen)]:
+        rate = self.rate
+        share = max(1, rate // NEWCOMER_SHARE)
+        share = min(share, rate // 2, len(newcomers))
+        chosen = listed[:rate - share]
+        remaining = rate - len(chosen)
+        for target in newcomers[:remaining]:
             self.newcomers.served(target.key)
             chosen.append(target)
-        return chosen + found[:self.rate - len(chosen)]
+        remaining = rate - len(chosen)
+        return chosen + found[:remaining]
 
     def open_query(self, target, now):
         """Open a query to this target. Return its bytes and the endpoint that they go to."""
-        target.nonce = target.room.nonce()
+        room = target.room
+        target.nonce = room.nonce()
         target.asked_at = now
-        target.due = now + target.room.timeout_s
-        endpoint = target.address, target.port + target.room.offset
-        return target.room.question(target), endpoint
+        target.due = now + room.timeout_s
+        endpoint = target.address, target.port + room.offset
+        return room.question(target), endpoint
 
 
 def next_slot(now, interval, phase):
@@ -4042,22 +4070,34 @@ class PolledGame(Game):
                                         "this came from %s" % (self.title, source))
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, fields.get("name"), target)
-        if target is None or (target.why == FOUND and self.listed_server(target) is None):
-            limit = self.rules.max_servers_per_source
-            if self.rules.exempts(source):
-                limit = MAX_NEWCOMERS
+        server = target and self.listed_server(target)
+        is_new = target is None or (target.why == FOUND and server is None)
+        if is_new:
             self.poller.remove(target)
-            target, pushed_out = self.poller.add_newcomer(self, source, port, limit)
-            if pushed_out is not None:
-                pushed_out.room.report(pushed_out, "busy", now, "too many game servers wait for "
-                                       "their first query; try again in a minute")
+            target = self.add_newcomer(source, port, now)
         elif target.why == FOUND:
             target.why = ANNOUNCED
-        target.announcement, target.lifetime = fields, lifetime
+        target.announcement = fields
+        target.lifetime = lifetime
         self.poller.poll_now(target, now)
+        outcome = "announced"
         server = self.listed_server(target)
-        is_answering = server is not None and not server.master and server.responding
-        self.report(target, "listed" if is_answering else "announced", now)
+        if self.has_listed(target) and server.responding:
+            outcome = "listed"
+        self.report(target, outcome, now)
+        return target
+
+    def add_newcomer(self, source, port, now):
+        """Add and return the target of a server that has announced itself.
+
+        If that makes too many, one of them leaves, and /check tells it why."""
+        limit = self.rules.max_servers_per_source
+        if self.rules.exempts(source):
+            limit = MAX_NEWCOMERS
+        target, pushed_out = self.poller.add_newcomer(self, source, port, limit)
+        if pushed_out is not None:
+            reason = "too many game servers wait for their first query; try again in a minute"
+            pushed_out.room.report(pushed_out, "busy", now, reason)
         return target
 
     def stopped(self, source, port, now):
@@ -4105,10 +4145,12 @@ class PolledGame(Game):
 
     def resume(self, server):
         """Poll a server that was listed before a restart."""
-        why = NAMED if server.pinned else FOUND if server.found_at else ANNOUNCED
-        target = self.poller.add(self, server.source, server.port, why)
+        target = self.poller.add(self, server.source, server.port, ANNOUNCED)
         target.listed_as = server.game
-        if server.found_at:
+        if server.pinned:
+            target.why = NAMED
+        elif server.found_at:
+            target.why = FOUND
             target.found = FoundServer(server.source, server.port, server.found_at)
 
     # Servers that the ini names
@@ -4242,18 +4284,21 @@ class PolledGame(Game):
 
         `server` is the one that is listed now, or None; it leaves if it is under another game.
         Return the Server. Raise Refused if it may not be listed."""
-        game = self.admitted_game(target.address, fields)
+        source = target.address
+        game = self.admitted_game(source, fields)
         if server is not None and server.game != game:
             self.registry.remove_own(server)
         target.listed_as = game
-        key = game, self.rules.listed_address(target.address), target.port
+        address = self.rules.listed_address(source)
+        key = game, address, target.port
         if target.why == FOUND:
             elsewhere = self.registry.get(*key)
-            if elsewhere is not None and elsewhere.master and not elsewhere.found_at:
+            has_other_master = elsewhere is not None and elsewhere.master
+            if has_other_master and not elsewhere.found_at:
                 # That master's entry says more
                 raise Refused("busy", "it has announced itself to another master of our group")
-        return self.registry.list_or_refresh(
-            key, target.address, now, lifetime, fields, target.why == NAMED)
+        is_pinned = target.why == NAMED
+        return self.registry.list_or_refresh(key, source, now, lifetime, fields, is_pinned)
 
     def poll_missed(self, target, now):
         """Handle a missed poll: after several, remove the server, or show it as not responding."""
@@ -4501,9 +4546,6 @@ class Iceball(Game, UdpProtocol):
 
     # Datagrams
 
-    def repeat_answer(self, data):
-        return ICEBALL_SAME if data.startswith(ICEBALL_ANNOUNCE) else b""
-
     def datagram(self, data, peer, now):
         kind = data[:len(ICEBALL_ANNOUNCE)]
         if kind == ICEBALL_ANNOUNCE:
@@ -4522,28 +4564,34 @@ class Iceball(Game, UdpProtocol):
         The cookie is a MAC over the source and the trimmed announcement, followed by the trimmed
         announcement itself. A rejection is a BADV or a BADF, or b"" if nothing is to be sent."""
         source, _ = peer
-        has_right_length = len(data) == ICEBALL_ANNOUNCEMENT.size
-        announced = (ICEBALL_ANNOUNCEMENT if has_right_length else ICEBALL_VERSIONS).read(data)
+        size = len(data)
+        form = ICEBALL_VERSIONS
+        if size == ICEBALL_ANNOUNCEMENT.size:
+            form = ICEBALL_ANNOUNCEMENT
+        announced = form.read(data)
         if announced.hbversion != ICEBALL_HBVERSION or self.accepted_versions:
             version_error = self.version_error(announced)
             if version_error:
                 return self.reject(source, now, "version", version_error)
         # The length is checked after the version, because it may differ in other versions
-        if not has_right_length:
-            return self.reject(source, now, "bad packet", "length: %d bytes instead of %d" % (
-                len(data), ICEBALL_ANNOUNCEMENT.size))
+        if form is ICEBALL_VERSIONS:
+            reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT.size)
+            return self.reject(source, now, "bad packet", reason)
         port = announced.port
+        address = self.rules.listed_address(source)
         # /check goes on showing a listed server as listed
-        if self.registry.get(self.game, self.rules.listed_address(source), port) is None:
+        if self.registry.get(self.game, address, port) is None:
             self.registry.record_outcome(source, self.game, port, "announced", now)
         trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
-        if surplus_bytes > 0 and not self.rules.allow_surplus(
-                "cookie", source, surplus_bytes, now):
-            # This cuts off the end of the map's name, the last field. The server sends its
-            # announcement again a second later, which may bring the whole name
-            trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
-        mac = self.cookie.make(self.proven_message(source, trimmed), now)
+        if surplus_bytes > 0:
+            rules = self.rules
+            if not rules.allow_surplus("cookie", source, surplus_bytes, now):
+                # This cuts off the end of the map's name, the last field. The server sends its
+                # announcement again a second later, which may bring the whole name
+                trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
+        message = self.proven_message(source, trimmed)
+        mac = self.cookie.make(message, now)
         return ICEBALL_COOKIE + mac + trimmed
 
     @staticmethod
@@ -4611,7 +4659,7 @@ class Iceball(Game, UdpProtocol):
             "source_port": source_port,
         }, now, self.timeout)
         self.senders[peer] = server
-        self.registry.set_fingerprint(server, hash((packet, source)))
+        self.registry.set_fingerprint(server, hash((packet, source)), ICEBALL_SAME)
         return b""
 
     def is_sender(self, peer, server):
@@ -4685,10 +4733,15 @@ class Iceball(Game, UdpProtocol):
     def announcement(self, server, **further):
         version = server.version or ICEBALL_VERSION
         return ICEBALL_ANNOUNCEMENT.write(
-            kind=ICEBALL_ANNOUNCE, hbversion=ICEBALL_HBVERSION,
-            version=read_iceball_version(version), port=server.port, players=server.players,
-            max_players=server.max_players, name=text_field(server.name, 30),
-            mode=text_field(server.mode, 10), map=text_field(server.map, 30))
+            kind=ICEBALL_ANNOUNCE,
+            hbversion=ICEBALL_HBVERSION,
+            version=read_iceball_version(version),
+            port=server.port,
+            players=server.players,
+            max_players=server.max_players,
+            name=text_field(server.name, 30),
+            mode=text_field(server.mode, 10),
+            map=text_field(server.map, 30))
 
     def farewell(self, server):
         return b""
@@ -4814,12 +4867,15 @@ class IceballDraft:
         port = DRAFT_REQUEST_HEAD.read(data).port
         source, _ = peer
         rules = self.iceball.rules
+        address = rules.listed_address(source, claimed_address)
         identity = struct.pack("<I", RANDOM.getrandbits(32))
         head = DRAFT_ID_HEAD.write(kind=DRAFT_ID, identity=identity, port=port)
-        answer = head + draft_value_bytes(rules.listed_address(source, claimed_address))
-        if not rules.allow_surplus("id", source, len(answer) - len(data), now):
+        answer = head + draft_value_bytes(address)
+        surplus_bytes = len(answer) - len(data)
+        if not rules.allow_surplus("id", source, surplus_bytes, now):
             return b""
-        session = DraftSession(identity, claimed_address, port, now + self.iceball.timeout)
+        ends = now + self.iceball.timeout
+        session = DraftSession(identity, claimed_address, port, ends)
         self.requests.add(source, peer, session, rules.max_servers)
         return answer
 
@@ -4839,14 +4895,16 @@ class IceballDraft:
 
         Return the Server. Raise Refused if it may not be listed; the session then stays as it
         is."""
+        iceball = self.iceball
         source, _ = peer
-        address = self.iceball.rules.listed_address(source, session.claimed_address)
+        port = session.port
+        claimed_address = session.claimed_address
+        fields = {"verified": "handshake", **fields}
         if session.server is None:
             # Players see the endpoint until the server sends its name
-            fields = {"name": endpoint_text(address, session.port), **fields}
-        server = self.iceball.list_own(
-            source, session.port, {"verified": "handshake", **fields}, now, self.iceball.timeout,
-            session.claimed_address)
+            address = iceball.rules.listed_address(source, claimed_address)
+            fields.setdefault("name", endpoint_text(address, port))
+        server = iceball.list_own(source, port, fields, now, iceball.timeout, claimed_address)
         if session.server is None:
             self.requests.pop(peer)
             self.sessions[peer] = session._replace(server=server)
@@ -4910,6 +4968,8 @@ HYPERBOL_XML_SERVER = """\
 playercount="%(players)s" maxplayercount="%(max_players)s" mapname="%(map)s" version="%(version)s" \
 skill="%(skill)s" flavor="%(flavor)s" ping_milliseconds="%(ping)s"/>
 """
+HYPERBOL_XML_ATTRIBUTES = (
+    "address", "port", "name", "mode", "players", "max_players", "map", "version")
 HYPERBOL_XML_SILENT_SERVER = '<server ip="%(address)s" port="%(port)s" responding="0"/>\n'
 
 
@@ -4917,7 +4977,9 @@ def read_hyperbol_server(text):
     """Return (host, port, flavor) for `HOST:PORT FLAVOR`. Without a flavor it is 0."""
     endpoint, *flavors = text.split()
     host, port = read_endpoint(endpoint)
-    return host, port, number_reader(0, 255)(" ".join(flavors) or "0")
+    flavor_text = " ".join(flavors) or "0"
+    read_flavor = number_reader(0, 255)
+    return host, port, read_flavor(flavor_text)
 
 
 class Hyperbol(PolledGame, TcpProtocol):
@@ -5016,9 +5078,14 @@ class Hyperbol(PolledGame, TcpProtocol):
         """Answer a master's query for a server that does not do it itself. Raise Malformed."""
         query = HYPERBOL_QUERY.read_whole(data)
         return HYPERBOL_ANSWER.write(
-            timestamp=query.timestamp, name=server.name, mode=server.mode, map=server.map,
-            players=min(server.players, 255), max_players=min(server.max_players, 255),
-            port=server.port, version=server.version)
+            timestamp=query.timestamp,
+            name=server.name,
+            mode=server.mode,
+            players=min(server.players, 255),
+            max_players=min(server.max_players, 255),
+            map=server.map,
+            port=server.port,
+            version=server.version)
 
     def announced(self, source, port, fields, now):
         """Query a server that has announced itself by HTTP. What it says of itself is ignored,
@@ -5094,13 +5161,18 @@ def is_official_hyperbol(server):
 def hyperbol_xml_entry(server):
     """Return a server's element in /servers.xml. It may be a server of another game."""
     values = {}
-    for name in ("address", "port", "name", "mode", "players", "max_players", "map", "version"):
-        values[name] = html.escape(str(getattr(server, name)))
-    values["skill"] = html.escape(server.details.get("skill", "0"))
-    values["flavor"] = str(server.private.get("flavor", HYPERBOL_UNOFFICIAL))
-    values["ping"] = str(round(server.ping_ms or 0))
-    template = HYPERBOL_XML_SERVER if server.responding else HYPERBOL_XML_SILENT_SERVER
-    return (template % values).encode()
+    for name in HYPERBOL_XML_ATTRIBUTES:
+        text = str(getattr(server, name))
+        values[name] = html.escape(text)
+    skill = server.details.get("skill", "0")
+    values["skill"] = html.escape(skill)
+    values["flavor"] = server.private.get("flavor", HYPERBOL_UNOFFICIAL)
+    values["ping"] = round(server.ping_ms or 0)
+    template = HYPERBOL_XML_SILENT_SERVER
+    if server.responding:
+        template = HYPERBOL_XML_SERVER
+    element = template % values
+    return element.encode()
 
 
 # --- SubSpace ------------------------------------------------------------------------------------
@@ -6699,8 +6771,6 @@ QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any other game type begins with this. The game type's number or name follows
-QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
 # The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
@@ -6731,16 +6801,12 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
+# What the numbers of game types mean in Quake III Arena and OpenArena
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games, because a machine runs servers of one game, rarely of
-# two. An IPv6 /48 may bring twice as many, because anybody can have one
-QUAKE3_GAMES_PER_SOURCE = 4
 # The keys of an infoResponse that are used, each with the text that stands for a missing value; a
 # value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
 QUAKE3_DEFAULTS = {
@@ -6765,12 +6831,12 @@ def read_quake3_info(data):
         raise Malformed("no infoResponse")
     if len(data) > QUAKE3_INFO_BYTES:
         raise Malformed("length: %d bytes" % len(data))
-    _, *pieces = data.split(b"\\")
-    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
+    pairs = dict(zip(pieces[1::2], pieces[2::2]))
     return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+# The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
 @functools.lru_cache(maxsize=4096)
 def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
@@ -6782,13 +6848,14 @@ def quake3_attributes(values, otherwise):
         is_missing = value is None or len(value) > 255
         info[key] = default if is_missing else decode_legacy(value)
     for key, pattern in QUAKE3_PATTERNS.items():
-        if info[key] is not None and not pattern.fullmatch(info[key]):
-            raise Malformed("%s: %a" % (key.decode(), info[key]))
+        text = info[key]
+        if text is not None and not pattern.fullmatch(text):
+            raise Malformed("%s: %a" % (key.decode(), text))
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % protocol)
+        raise Malformed(
+            "gamename: missing, and protocol %s does not belong to a known game" % protocol)
     return {
         # Without its colours, a name may begin or end with a blank
         "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
@@ -6804,8 +6871,7 @@ def quake3_attributes(values, otherwise):
 def quake3_game_id(gamename, protocol=""):
     """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
 
-    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
-    because its servers use the gamename of Quake III."""
+    OpenArena's servers use the gamename of Quake III and another protocol number."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
     if game == "quake3arena" and protocol == "71":
@@ -6847,8 +6913,9 @@ def read_quake3_question(command, words):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
     for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        if word.startswith(b"gametype="):
+            _, _, number_or_name = word.partition(b"=")
+            gametype = decode_legacy(number_or_name)
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
     names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
@@ -6972,13 +7039,17 @@ class Quake3(PolledGame, UdpProtocol):
     titles = QUAKE3_TITLES
     settings = (
         Setting("quake3.port", "27950", read_port,
-                "UDP port for the servers and clients of Quake III Arena and its family.", live=False),
+                "UDP port for the servers and clients of Quake III Arena and its family.",
+                live=False),
         Setting("quake3.games", "", list_reader(str.lower),
-                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: all."),
-        Setting("quake3.tags", "", list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
+                "Games to list, such as xonotic, openarena; or !nexuiz for all but it; empty: "
+                "all."),
+        Setting("quake3.tags", "",
+                list_reader(pattern_reader(r"\S+\s*=\s*\S+", "TAG = GAME"), "\n"),
                 "Further heartbeat tags, one a line: TAG = GAME, as in Warsow = Warsow."),
         Setting("quake3.timeout", "900", number_reader(1, 86400, float),
-                "Seconds without an answer after which a server is removed, or after missed polls."),
+                "Seconds without an answer after which a server is removed, or after missed "
+                "polls."),
     )
     ports = (Port("udp"),)
     master_port = 27950
@@ -7039,7 +7110,7 @@ class Quake3(PolledGame, UdpProtocol):
             packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
-        source, *_ = peer
+        source, _ = peer[:2]
         surplus_bytes = sum(map(len, packets)) - len(data)
         if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
@@ -7052,7 +7123,7 @@ class Quake3(PolledGame, UdpProtocol):
         if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        source, port, *_ = peer
+        source, port = peer[:2]
         target = self.poller.find(self, source, port)
         gamename = ""                   # a listed server has its gamename in the list
         if target is not None and self.listed_server(target) is not None:
@@ -7070,15 +7141,11 @@ class Quake3(PolledGame, UdpProtocol):
                 refused.port = port
                 raise
             self.registry.record_outcome(source, self.game, port, "announced", now)
+            # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
-        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        proven = "%s %s %d" % (gamename, source, port)
+        mac = self.cookie.make(proven.encode(), now)
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
-
-    @staticmethod
-    def proven_message(gamename, peer):
-        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
-        source, port, *_ = peer
-        return repr((gamename, source, port)).encode()
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat().
@@ -7086,24 +7153,35 @@ class Quake3(PolledGame, UdpProtocol):
         Raise Malformed if the challenge did not go there, or is too old, or if the contents are
         wrong."""
         challenge, values = read_quake3_info(data)
-        mac = b""
-        with contextlib.suppress(ValueError):
+        try:
             mac = base64.urlsafe_b64decode(challenge)
+        except ValueError:
+            mac = b""
         # The challenge does not say which gamename its MAC covers, so each of them is tried
+        source, port = peer[:2]
         for gamename in self.anonymous_gamenames:
-            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+            proven = "%s %s %d" % (gamename, source, port)
+            if self.cookie.is_valid(mac, proven.encode(), now):
                 break
         else:
             raise Malformed("no infoResponse to a getinfo of the last 2 s")
-        source, port, *_ = peer
         target = self.poller.find(self, source, port)
+        fingerprint = hash((peer, values))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if target is not None and server is not None:
+            # Nothing has changed since its last infoResponse
+            target.missed = 0
+            server.last_seen = now
+            return
         attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
         target.why = ANNOUNCED          # until now, perhaps only another list has named it
         # This proves that the server is there, as the answer to a poll would
         target.missed = 0
-        self.list_polled(target, attributes, now)
+        server = self.list_polled(target, attributes, now)
+        if server is not None:
+            self.registry.set_fingerprint(server, fingerprint)
 
     def listed_gamename(self, target):
         """Return the gamename of a target's server in the list, or "" if it is not listed."""
@@ -7137,7 +7215,8 @@ class Quake3(PolledGame, UdpProtocol):
                 shares.take(first_source)
         if shares.total >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        # A machine runs servers of one game, rarely of two. Anybody can have an IPv6 /48
+        full = shares.full(source, 4, site_sources=2)
         if full and not self.rules.exempts(source):
             raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
@@ -7206,7 +7285,7 @@ class Quake3(PolledGame, UdpProtocol):
     # Pages
 
     def mode_text(self, server):
-        if server.game in QUAKE3_MODE_GAMES:
+        if server.game in ("quake3arena", "openarena"):
             return QUAKE3_MODES.get(server.mode, server.mode)
         return server.mode
 
@@ -9186,12 +9265,6 @@ class PageContext(NamedTuple):
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
 
-    def room(self, server):
-        return self.rooms.get(server.room, PLAIN_GAME)
-
-    def game_title(self, game):
-        return self.games.get(game, game)
-
 
 # The room of the games that announce themselves by POST /announce
 PLAIN_GAME = Game()
@@ -9287,14 +9360,10 @@ def without_gaps(counts):
     return [count for count in counts if count is not None]
 
 
-def number_text(number):
-    return format(number, ",")
-
-
 def count_text(number, noun):
     """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
     ending = "" if number == 1 else "s"
-    return "%s %s%s" % (number_text(number), noun, ending)
+    return "%s %s%s" % (format(number, ","), noun, ending)
 
 
 def render_page(context, title, template=PAGE, about="", path="", **values):
@@ -9358,12 +9427,12 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = number_text(sum(counts.values()))
+    total = format(sum(counts.values()), ",")
     tabs = [render_tab("/", "All games", chosen_game == "", total)]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = number_text(counts.get(game, 0))
+            count = format(counts.get(game, 0), ",")
             tabs.append(render_tab(link, title, game == chosen_game, count))
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
@@ -9385,7 +9454,7 @@ def render_search(list_filter, country_counts):
             code=code,
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
-            count=number_text(counts[code])))
+            count=format(counts[code], ",")))
     # The function checkCountries() of the script has the same rule
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
@@ -9416,7 +9485,7 @@ def render_table(list_filter, total, rows, has_countries, contacts):
     state = ' class="%s"' % " ".join(classes) if classes else ""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
-        limit = number_text(PAGE_ROWS)
+        limit = format(PAGE_ROWS, ",")
         status = "The first %s of %s. Search by name to find the others." % (limit, servers)
     elif total:
         status = servers
@@ -9446,12 +9515,9 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
     `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
     difference between `wall` and the monotonic clock, by which servers were last seen."""
-    def render(server):
-        spark = render_sparkline(hourly_players.get(server.key, ()))
-        return render_server_row(context, server, spark)
-
     rows = []
-    row_pieces = cached_entries(servers, "row", render)
+    render_row = functools.partial(render_server_row, context, hourly_players)
+    row_pieces = cached_entries(servers, "row", render_row)
     for server, (before_seen, after_seen) in zip(servers, row_pieces):
         seen = server.last_seen + epoch
         age = age_text(wall - seen)
@@ -9459,20 +9525,20 @@ def render_rows(context, servers, hourly_players, epoch, wall):
     return Html("".join(rows))
 
 
-def render_server_row(context, server, spark):
+def render_server_row(context, hourly_players, server):
     """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
 
-    The time at which the server was last seen belongs between them; it changes more often. `spark`
-    is the server's sparkline."""
+    The time at which the server was last seen belongs between them; it changes more often."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
+    spark = render_sparkline(hourly_players.get(server.key, ()))
     limit = server.max_players
     row_class = ""
     if not server.players:
@@ -9486,7 +9552,7 @@ def render_server_row(context, server, spark):
         f'<tr role="row"{row_class}>'
         f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
         f'{render_badges(server)}'
-        f'<td role="cell">{escape(context.game_title(server.game))}'
+        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
         f'<td role="cell">{escape(room.mode_text(server))}'
         f'<td role="cell">{escape(server.map)}'
         f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
@@ -9521,10 +9587,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
-    room = context.room(server)
+    room = context.rooms.get(server.room, PLAIN_GAME)
     badges = play = players_chart = ""
     if is_listed:
-        texts = [context.game_title(server.game), room.mode_text(server), server.map]
+        texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -9576,10 +9642,10 @@ def server_facts(context, server, is_listed, history, wall):
     address = endpoint_text(server.address, server.port)
     facts = [
         ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.game_title(server.game)),
+        ("Game", context.games.get(server.game, server.game)),
     ]
     if is_listed:
-        room = context.room(server)
+        room = context.rooms.get(server.room, PLAIN_GAME)
         players = str(server.players)
         if server.max_players:
             players += " of %d" % server.max_players
@@ -9705,7 +9771,7 @@ def render_chart(series, wall):
         points=count,
         line=line,
         area=area,
-        peak=number_text(round(peak, 1)),
+        peak=format(round(peak, 1), ","),
         peak_time=minute_text(series.start + peak_index * series.step),
         peak_x=chart_x(peak_share),
         peak_y=chart_y(peak / top),
@@ -9746,7 +9812,7 @@ def render_value_axis(peak):
             '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
             '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
-            text=number_text(tick),
+            text=format(tick, ","),
             long=" long" if top > 999 else "",          # see the style sheet
             kind="grid" if tick else "axis"))
     return top, marks
@@ -9890,9 +9956,6 @@ class HttpRequest:
     announced      the game and the port that the request announces, for the record of a refusal
     json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    method = ""
-    page = "/"
-    query_text = ""
     route = "none"
     headers: Mapping[str, str] = {}
     body = b""
@@ -9901,7 +9964,6 @@ class HttpRequest:
     json_field = False
     # After a malformed head nobody knows where the next request begins
     close_connection = True
-    now = wall = 0.0
 
     def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
@@ -9970,13 +10032,16 @@ class HttpRequest:
         return values
 
 
-def read_header_lines(lines):
+def read_header_lines(raw):
     """Return the values of header fields by their names in lower case. Raise HttpError.
 
     If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
     fields: Dict[str, str] = {}
-    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
-    for line in text.split("\n") if text else ():
+    text = raw.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    lines = text.split("\n") if text else []
+    if len(lines) > 100:                # browsers behind proxies send up to 40
+        raise HttpError(431, "There are more than 100 header lines.")
+    for line in lines:
         match = HEADER_LINE.fullmatch(line)
         if match is None:
             raise HttpError(400, "A header line is not NAME: VALUE.")
@@ -10017,7 +10082,7 @@ class HttpSession(Session):
             self.cache = self.web.caches["https"]
 
     def opened(self, now):
-        return self.refuse(self.refusal, now)
+        return self.refuse(self.refusal, now) if self.refusal else b""
 
     def receive(self, data, now):
         """Add data to the buffer and return the response to the first request in it.
@@ -10402,8 +10467,9 @@ class Web(TcpProtocol):
 
 def query_number(request, name, high):
     """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
+    text = request.query.get(name, "").strip()
     try:
-        return number_reader(0, high)(request.query.get(name, "").strip() or "0")
+        return number_reader(0, high)(text) if text else 0
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10714,7 +10780,7 @@ def get_banner(web, request):
             name=clean(name) or endpoint,
             state=state,
             players=players,
-            game=web.look.game_title(clean(game)),
+            game=web.look.games.get(game, clean(game)),
             place=place,
             spark=render_sparkline(web.hourly_players.get(key, ())))
         # Its style is inside it, because an image on another page cannot load a style sheet
@@ -10751,14 +10817,15 @@ ANNOUNCED_TTL_S = 120               # `announce` repeats an announcement after h
 FORM_TYPE = "application/x-www-form-urlencoded"
 
 
-# What an announcement may say: the texts with their longest lengths, and the numbers with the lowest
-# values
+# What an announcement may say: the texts with their greatest lengths, and the numbers with their
+# lowest values
 ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
     "description": TEXT_CHARACTERS}
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
+TOO_MANY_FIELDS = "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX
 
 
 class OwnGame(Game):
@@ -10883,13 +10950,9 @@ def json_values(body):
     except Malformed as error:
         reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
         raise Refused("bad packet", reason) from None
-    check_field_count(len(members))
+    if len(members) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     return {name: value for name, value in members.items() if value is not None}
-
-
-def check_field_count(count):
-    if count > ANNOUNCED_FIELDS_MAX:
-        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
 
 
 def form_values(body):
@@ -10897,7 +10960,8 @@ def form_values(body):
 
     If a name occurs twice, its last value counts."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    check_field_count(len(pairs))
+    if len(pairs) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     values = {}
     for pair in pairs:
         # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and
@@ -11097,7 +11161,7 @@ def recorded_findings(web, address, port, listed, wall):
         arrival = fill_template(
             '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
             when=time_tag(record.at + web.epoch, wall),
-            protocol=web.look.game_title(protocol),
+            protocol=web.look.games.get(protocol, protocol),
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
@@ -11316,6 +11380,8 @@ for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
+# The settings of all ports. Without a value they open none
+PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
 # ================================================================================================
 # 11  Event loop
@@ -11527,32 +11593,31 @@ class UdpSocket:
 
         # Servers that repeat themselves are refreshed before the limiter counts. Otherwise a flood
         # with a server's forged address would use up its limit, and the server would be delisted
-        repeat_answers = [None] * len(packets)
+        sources = [peer[0] for peer in peers]
+        servers = [None] * len(packets)
         if self.protocol.repeated_from:
-            senders = peers
-            if self.protocol.repeated_from == "address":
-                senders = [address for address, *_ in peers]
+            senders = sources if self.protocol.repeated_from == "address" else peers
             # In these short loops the look-ups of a batch follow each other directly, so that their
             # waits for memory overlap: with 100,000 servers an announcement takes only 1.11 times
             # as long as with 100
             fingerprints = list(map(hash, zip(packets, senders)))
             servers = list(map(self.registry.by_fingerprint.get, fingerprints))
-            for number, server in enumerate(servers):
+            for server in servers:
                 if server is not None:
                     server.last_seen = now
-                    repeat_answers[number] = self.protocol.repeat_answer(packets[number])
 
         allow = self.limiter.allow
         record_outcome = self.registry.record_outcome
         answers = []
-        for packet, peer, reply_address, repeat_answer in zip(
-                packets, peers, reply_addresses, repeat_answers):
-            if not allow(peer[0], now):
+        for packet, peer, source, reply_address, server in zip(
+                packets, peers, sources, reply_addresses, servers):
+            if not allow(source, now):
                 tally.limited += 1
                 continue
-            if repeat_answer is not None:
-                if repeat_answer:
-                    answers.append((repeat_answer, reply_address))
+            if server is not None:
+                answer = server.repeat_answer
+                if answer:
+                    answers.append((answer, reply_address))
                 continue
             try:
                 for reply, recipient in self.protocol.datagram(packet, peer, now):
@@ -11563,11 +11628,11 @@ class UdpSocket:
             except Limited:
                 tally.limited += 1
             except Refused as refused:
-                record_outcome(peer[0], self.protocol.game, refused.port, refused.outcome, now,
+                record_outcome(source, self.protocol.game, refused.port, refused.outcome, now,
                                str(refused))
             except Exception as error:
                 if isinstance(error, Malformed) and self.protocol.game:
-                    record_outcome(peer[0], self.protocol.game, 0, "bad packet", now, str(error))
+                    record_outcome(source, self.protocol.game, 0, "bad packet", now, str(error))
                 log_failure(error, tally, endpoint_text(*peer[:2]), self.name, packet)
 
         if answers and vector:
@@ -12350,8 +12415,7 @@ class Webhook(WorkerThread):
     def deliver(self, until, media_type, body):
         """Send one message, in at most WEBHOOK_TRIES attempts, before the time `until`.
 
-        A response with status 429 only asks for a pause, and does not count as an attempt. The log
-        says when this webhook begins to fail and when it works again."""
+        The log says when this webhook begins to fail and when it works again."""
         attempts = 0
         while not self.is_dismissed and time.monotonic() < until:
             status, retry_after = post_url(self.url, media_type, body)
@@ -12361,7 +12425,7 @@ class Webhook(WorkerThread):
                 log.warning("%s answers: %s", self.name, status)
             if not is_failing:
                 return
-            if status != "429":
+            if status != "429":         # which only asks for a pause
                 attempts += 1
             pause_s = WEBHOOK_RETRY_S
             if re.fullmatch("[1-9][0-9]{0,3}", retry_after):
@@ -13605,7 +13669,7 @@ def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
     room.dialect = room.dialects[-1] if room.dialects else ""
     upstream_address = resolve_host(upstream.host)
     entries = fetch_list(room, upstream.host, upstream.port, upstream.tls, upstream_address,
-                         **upstream.choice())
+                         **dict(upstream.choice))
     entries = list(itertools.islice(with_pauses(entries), UPSTREAM_ADDRESSES))
     # With a low rate the next fetch may come before the last server was queried. In another order
     # each time, all of them get their turn
@@ -13863,8 +13927,7 @@ class MasterServer:
     several instances."""
 
     thread: Optional[threading.Thread] = None       # the thread of start()
-    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector, which waits
-    # for `wake_in`
+    # bind() creates these three. A byte that is sent to `wake_out` wakes the selector
     selector: Any = None
     wake_in: Any = None
     wake_out: Any = None
@@ -13932,7 +13995,7 @@ class MasterServer:
         """Open all sockets and restore the saved list. A second call does nothing. Raise StartError
         if a socket cannot be bound; then everything is closed again.
 
-        run() closes everything when it ends. A caller that never calls run() must call close()."""
+        A caller that never calls run() must call close()."""
         if self.selector is not None:
             return
         self.selector = selectors.DefaultSelector()
@@ -13985,8 +14048,8 @@ class MasterServer:
             self.thread.join()
 
     def finish_requests(self):
-        """Stop accepting connections, and wait up to STOP_S for the answers to requests that have
-        arrived already. Some clients crash if a reset cuts an answer off."""
+        """Accept no more, and wait up to STOP_S for the answers to requests that have arrived
+        already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
         deadline = now + STOP_S
         for listener in self.tcp_listeners:
@@ -14005,13 +14068,11 @@ class MasterServer:
             now = time.monotonic()
 
     def close(self):
-        """Save the list once more and close everything.
-
-        Servers that are listed while they are connected stay in the saved list, so that they can
-        come back after a restart. For this reason the list is saved before the connections are
-        closed."""
+        """Save the list once more and close everything."""
         self.stopping = True
         now = time.monotonic()
+        # Before the connections are closed: servers that are listed while they are connected stay
+        # in the saved list, so that they can come back after a restart
         if self.saved_list and self.registry.altered:
             self.saved_list.save(now, time.time(), samples=[])
         if not self.disk.stop(STOP_DISK_S):
@@ -14038,8 +14099,8 @@ class MasterServer:
     # The loop
 
     def handle_events(self, until=math.inf):
-        """Run one round of the event loop: wait until a socket is ready, a tick is due or the time
-        `until` has come, handle all sockets that are ready, and make the ticks that are due."""
+        """Run one round of the loop: wait until a socket is ready, a tick is due or the time
+        `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
         ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
         now = time.monotonic()
@@ -14111,22 +14172,18 @@ class MasterServer:
         if there is none. So an operator who binds several addresses puts the one that can reach all
         peers first."""
         address, *_ = peer
-        is_ipv6 = ":" in address
-        udp_socket = self.tick_sockets.get((protocol, is_ipv6))
+        udp_socket = self.tick_sockets.get((protocol, ":" in address))
         if udp_socket:
             udp_socket.send([(data, peer)])
 
     def set_epoch(self):
-        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds. The
-        difference changes when somebody sets the wall clock."""
+        """Set `epoch`, also of all protocols: wall clock minus monotonic clock, in seconds."""
         self.epoch = time.time() - time.monotonic()
         for protocol in self.protocols:
             protocol.epoch = self.epoch
 
     def tell_changes(self):
-        """Tell everybody who wants to know what has changed in the list since the last tick.
-
-        The log gets at most LOGGED_EVENTS lines of it."""
+        """Tell everybody who wants to know what has changed in the list since the last tick."""
         changes = self.registry.changes
         self.registry.changes = []
         logged = []
@@ -14301,7 +14358,7 @@ class MasterServer:
 
     def on_settings_read(self, result, now):
         """Apply what has changed in the Settings that the disk thread has read, and have it read
-        the certificate and the countries. If `result` is an exception, keep all old settings."""
+        the certificate and the countries."""
         if isinstance(result, Exception):
             log.error("the old settings stay in force: %s", result)
             return
@@ -14319,7 +14376,6 @@ class MasterServer:
             self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
-        """Use the Certificate that the disk thread has loaded, unless `result` is an exception."""
         if isinstance(result, Exception):
             report(self.health, "new certificate", "the old one stays in force: %s" % result)
             return
@@ -14330,8 +14386,7 @@ class MasterServer:
         self.certificate = result
 
     def on_country_file(self, result, now):
-        """Use the CountryFile that the disk thread has read, or None if the settings name none,
-        unless `result` is an exception."""
+        """Use the CountryFile that the disk thread has read, or None if the settings name none."""
         if isinstance(result, Exception):
             report(self.health, "countries", "the old file stays in use: %s" % result)
             return
@@ -14342,8 +14397,7 @@ class MasterServer:
             log.info("file with countries read: %s", country_file_text(result))
 
     def apply_settings(self, now):
-        """Let changed settings take effect in the registry, the protocols and the log. Close the
-        connections of addresses that are blocked now."""
+        """Let changed settings take effect, and close the connections of blocked addresses."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
@@ -14407,7 +14461,6 @@ class AnnouncedMaster:
             log.log(level, "%s: %s", self.name, state)
 
     def web_place(self):
-        """Return the place for http_answer()."""
         return self.host, self.port, self.tls, self.address
 
     def on_step(self, step):
@@ -14479,7 +14532,6 @@ class Announcement:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def read_master(self, text):
-        """Return the AnnouncedMaster for HOST[:PORT] or https://HOST[:PORT]. Raise ValueError."""
         host, named_port, tls = read_master_place(text)
         if tls and self.room.announced_over != "http":
             raise ValueError("%s is not announced by HTTPS" % self.server.game)
@@ -14526,8 +14578,7 @@ class Announcement:
 
     def run(self):
         """Announce until stop() is called or, with give_up, until all masters have refused."""
-        # The socket is opened before the threads start, because a master may query the server as
-        # soon as it is announced
+        # A master may query the server as soon as it is announced
         query_socket = self.open_query_socket()
         threads = []
         for master in self.masters:
@@ -14641,9 +14692,7 @@ class Announcement:
         self.update_players(last_line)
 
     def update_players(self, line):
-        """Announce the number of players in a line in the format of read_players().
-
-        Any thread may call this. A line that cannot be read is logged, and changes nothing."""
+        """Announce what a line says, in the format of read_players(). Any thread may call this."""
         if not line.strip():        # a file that is being written is empty for a moment
             return
         try:
@@ -14653,23 +14702,17 @@ class Announcement:
             self.complain_once(error)
 
     def complain_once(self, error):
-        """Log that the players are not known, unless the log says so already.
-
-        A script that writes a wrong line may do so every second."""
+        # A script that writes a wrong line may do so every second
         if not self.has_complained:
             log.warning("the players are not known: %s", error)
         self.has_complained = True
-
-
-# The number of players, then perhaps "/" and the maximum, then perhaps a space and the map
-PLAYERS_LINE = re.compile(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?")
 
 
 def read_players(line):
     """Return the fields of Announcement in a line such as `5`, `5/16` or `5/16 map name`.
 
     They are players, max_players and map. Raise ValueError for a line in another format."""
-    match = PLAYERS_LINE.fullmatch(line.strip())
+    match = re.fullmatch(r"(\d{1,5})(?:\s*/\s*(\d{1,5}))?(?:\s+(.+))?", line.strip())
     if not match:
         raise ValueError("%r is not PLAYERS, PLAYERS/MAXIMUM or PLAYERS/MAXIMUM MAP" % line[:60])
     players, max_players, map = match.groups()
@@ -14682,9 +14725,6 @@ def read_players(line):
 
 
 def command_announce(arguments):
-    """Run the command `announce` until a signal comes or standard input ends.
-
-    Raise SettingsError if an argument is wrong, and StartError if all masters refuse the server."""
     fields = {}
     for name in ANNOUNCED_ATTRIBUTES:
         value = getattr(arguments, name, None)
@@ -14699,7 +14739,7 @@ def command_announce(arguments):
     except ValueError as error:
         raise SettingsError("announce: %s" % error) from None
     start_log(Settings({"server.log_level": "debug" if arguments.verbose else "info"}))
-    stop_on_signals(announcement.stop)
+    on_signals(announcement.stop, *STOP_SIGNALS)
     if from_stdin or arguments.exit_with_stdin:
         read_stdin(announcement.update_players, announcement.stop)
     announcement.run()
@@ -14837,6 +14877,9 @@ def read_stdin(on_line, on_end):
     threading.Thread(target=read, name="masterserver stdin", daemon=True).start()
 
 
+STOP_SIGNALS = "SIGINT", "SIGTERM", "SIGBREAK"      # the first is Ctrl+C, the last Ctrl+Break
+
+
 def on_signals(call, *names):
     """Call `call()` whenever one of the signals with these names comes. Windows has no SIGHUP,
     other systems have no SIGBREAK."""
@@ -14845,15 +14888,9 @@ def on_signals(call, *names):
             signal.signal(getattr(signal, name), lambda number, frame: call())
 
 
-def stop_on_signals(stop):
-    """Call `stop()` on Ctrl+C, SIGTERM and, under Windows, Ctrl+Break."""
-    on_signals(stop, "SIGINT", "SIGTERM", "SIGBREAK")
-
-
 # --- Serving ------------------------------------------------------------------------------------
 
 def command_serve(arguments):
-    """Serve until a signal comes. With --print-config or --check only print, and return."""
     if arguments.print_config:
         say(config_text()[:-len("\n")])
         return EXIT_OK
@@ -14869,7 +14906,7 @@ def command_serve(arguments):
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
     master_server = MasterServer(settings, reload=reload)
     on_signals(lambda: master_server.post(master_server.reload), "SIGHUP")
-    stop_on_signals(master_server.stop)
+    on_signals(master_server.stop, *STOP_SIGNALS)
     try:
         serve(master_server, arguments)
     except StartError as error:
@@ -15021,8 +15058,7 @@ def check_upstreams(settings):
 # --- A test of the webhooks ----------------------------------------------------------------------
 
 def command_notify(arguments):
-    """Run the command `notify`: post a message about an invented server to the named webhooks or,
-    without names, to all of them. Print the status of each."""
+    """Post a message about an invented server to the named webhooks or, without names, to all."""
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
@@ -15045,7 +15081,6 @@ def command_notify(arguments):
 # --- list and ping ------------------------------------------------------------------------------
 
 def command_ping(arguments):
-    """Run the command `ping`: query a game server and print its answer."""
     host, port = arguments.endpoint
     with failing_query(host, port):
         result = ping(ROOMS[arguments.game](), host, port)
@@ -15057,7 +15092,6 @@ def command_ping(arguments):
 
 
 def command_list(arguments):
-    """Run the command `list`: fetch the list of a master and print it."""
     room = ROOMS[arguments.game]()
     host, port, tls = arguments.endpoint
     port = port or room.master_port
@@ -15081,46 +15115,39 @@ def failing_query(host, port):
 def print_result(arguments, host, port, result):
     """Print the result of a query, which is a dict: with --json as JSON, otherwise as text."""
     result = {"game": arguments.game, "address": host, "port": port, **result}
+    lines = []
     if arguments.json:
         say(json.dumps(result, indent=2))
         return
     if "servers" in result:
-        lines = [server_line(server) for server in result["servers"]]
+        for server in result["servers"]:
+            players = str(server.get("players", "-"))
+            if server.get("max_players"):
+                players += "/%d" % server["max_players"]
+            endpoint = endpoint_text(server["address"], server["port"])
+            lines.append("%7s  %-21s  %s" % (players, endpoint, server.get("name", "")))
         say("\n".join(lines) or "no servers")
         return
-    lines = []
     for name, value in result.items():
         if value not in (None, ""):
             lines.append("%-12s %s" % (name, value))
     say("\n".join(lines))
 
 
-def server_line(server):
-    """Return the line that `list` prints for a server: its players, its endpoint and its name."""
-    players = str(server.get("players", "-"))
-    if server.get("max_players"):
-        players += "/%d" % server["max_players"]
-    endpoint = endpoint_text(server["address"], server["port"])
-    return "%7s  %-21s  %s" % (players, endpoint, server.get("name", ""))
-
-
 # --- Export -------------------------------------------------------------------------------------
 
-# The time for all queries. It is enough for 3,000 servers that do not answer
-EXPORT_TOTAL_S = 60.0
-# The time for each answer of the FTP server, whose disk may have to spin up
-EXPORT_FTP_S = 30.0
+EXPORT_TOTAL_S = 60.0               # for all queries; enough for 3,000 servers that do not answer
+EXPORT_FTP_S = 30.0                 # for each answer of the FTP server, whose disk may sleep
 # The exit statuses of the script in Hyperbol's document
 EXIT_CONNECTION, EXIT_IDENTIFIER, EXIT_EMPTY, EXIT_FILE, EXIT_FTP = 3, 4, 6, 7, 8
 
 
 def command_export(arguments):
-    """Run the command `export`: once or, with --every, again and again until a signal comes."""
     if not arguments.every:
         say(export_once(arguments))
         return EXIT_OK
     # Each of these signals raises KeyboardInterrupt, even in the middle of a query
-    stop_on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None))
+    on_signals(functools.partial(signal.default_int_handler, signal.SIGINT, None), *STOP_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             try:

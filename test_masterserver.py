@@ -78,7 +78,7 @@ HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
 NO_PORTS = {"server.bind": "127.0.0.1",
-            **{name: "" for name in ms.SETTINGS if name.endswith((".port", ".ports"))}}
+            **dict.fromkeys(ms.PORT_SETTINGS, "")}
 # How long a test waits for what happens at once on a quiet machine, and much later on a busy one:
 # nobody waits so long when all goes well
 SOON_S = 30.0
@@ -133,8 +133,7 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     server = registry.by_fingerprint.get(hash((data, sender)))
     if server is not None and protocol.repeated_from:
         server.last_seen = now
-        answer = protocol.repeat_answer(data)
-        return [(answer, peer)] if answer else []
+        return [(server.repeat_answer, peer)] if server.repeat_answer else []
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
@@ -445,13 +444,11 @@ class SettingsTest(unittest.TestCase):
                 ("[aio]\nxyzzy = 1\n", "expected one of news, news_file, port"),
                 ("[iceball]\nport = many\n", "[iceball] port = many: expected a number"),
                 ("[iceball]\nport = 65535\n", "from 0 to 65534"),
-                ("[limits]\ndatagrams = 0/10\n", "from 0.01 to 1000000"),
                 ("[official]\na.example:5 = yes\n", "= yes: expected an IPv4 or IPv6 address"),
                 ("[official]\n1.2.3.4:5 = perhaps\n", "expected one of 1, yes, true, on, 0, no"),
                 ("[address_map]\n192.168.1.5 = 224.0.0.1\n", "cannot be the address"),
                 ("[bans]\n1.2.3.4/33 = x\n", "expected an IPv4 or IPv6 network"),
                 ("[server]\nrefuse_names = good\n (\n", "good (: item 2: expected a regular"),
-                ("[server]\nrefuse_names = a{99999999999}\n", "expected a regular expression"),
                 ("[server]\ndatabase = a\0b\n", "a NUL character is not allowed"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
                 ("[games]\naio = A\n", "the id aio is taken"),
@@ -489,7 +486,7 @@ class SettingsTest(unittest.TestCase):
             game, place, *words = label.split()
             self.assertEqual((found.label, found.port), (label, port))
             self.assertEqual((found.game, found.name), (game, place.replace("https://", "")))
-            self.assertEqual(list(found.choice().values()), words)
+            self.assertEqual([word for _, word in found.choice], words)
         for words, lines in (
                 ("expected one of hyperbol, subspace, aio, quake3, luanti",
                  ("iceball a.example", "doom a.example", "a.example")),
@@ -557,17 +554,13 @@ class SettingsTest(unittest.TestCase):
                 ms.Settings({name: "discord https://h/TOKEN"})
 
     def test_a_setting_that_was_removed_is_a_warning(self):
-        settings = self.load("[aio]\ndialects = text\nport = 5\n", "aio.text_greeting_after=1")
+        settings = self.load("[aio]\ndialects = text\nport = 5\n")
         self.assertEqual((settings["aio.port"], settings.given), (5, {"aio.port"}))
-        first, second = settings.warnings
-        self.assertIn("some.ini: [aio] dialects is no longer a setting and has no effect", first)
-        self.assertIn("--set: [aio] text_greeting_after is no longer a setting", second)
+        self.assertIn("some.ini: [aio] dialects is no longer a setting", *settings.warnings)
 
     def test_overrides(self):
-        settings = self.load("[iceball]\nport = 1\n", "iceball.port=", " http.ports = 0 ",
-                             "official.1.2.3.4:5=yes")
-        self.assertEqual((settings["iceball.port"], settings["http.ports"], settings["official"]),
-                         (None, (0,), {("1.2.3.4", 5): True}))
+        settings = self.load("[iceball]\nport = 1\n", "iceball.port=", " http.ports = 0 ")
+        self.assertEqual((settings["iceball.port"], settings["http.ports"]), (None, (0,)))
         for wrong, words in (
                 ("iceball.port", "expected section.key=value"), ("port=1", r"\[port\] is not a"),
                 ("iceball.prot=1", "did you mean port"), ("http.title=\udcff", "surrogate")):
@@ -616,6 +609,7 @@ class SettingsTest(unittest.TestCase):
                 (ms.read_public, "1.0.0.0 223.255.255.255 2001:db8::1 ::ffff:1.2.3.4",
                  "0.1.2.3 224.0.0.1 255.255.255.255 :: ff02::1 ::ffff:224.0.0.1 a.example"),
                 (ms.read_rate, "0.01/1 1000000", "0.009/1 1000001 1/0.9 1/1000001"),
+                (ms.read_pattern, "(a|b)", "( a{99999999999}"),
                 (ms.read_country, "de DE", " d deu Germany zz"),
                 (ms.read_country_place, "203.0.113.7:20737 203.0.113.7 2001:DB8::1 [2001:db8::1]:5",
                  "a.example 203.0.113.7: 203.0.113.7:70000 203.0.113.0/24")):
@@ -1381,11 +1375,8 @@ class HistoryOnDisk(DatabaseCase):
         minutes = self.series(database, end)[0]
         self.assertEqual(minutes, {T0: 9, T0 + 60: 2, T0 + 5 * ms.HOUR: 4})
         self.assertEqual(self.series(database, end, "year")[0][T0], 6)          # of 5.5
-        for wall in (0, 60, T0 + ms.YEAR):
-            database.add_samples(wall, [self.A + (3,)])
-            self.assertEqual(database.history(*self.A, "year", wall).means[-1], None)
-        self.assertEqual(self.series(database, end)[0], minutes)
         # One that was ahead costs no quarter at a restart
+        database.add_samples(T0 + ms.YEAR, [self.A + (3,)])
         database.add_samples(end, [self.A + (3,)])
         self.database().add_samples(end + ms.HOUR, [self.A + (5,)])
         self.assertEqual(self.series(database, end + ms.HOUR, "week")[0][end], 3)
@@ -1401,28 +1392,26 @@ class HistoryOnDisk(DatabaseCase):
                 database.add_samples(wall, [gone + (5,), self.TOTAL + (5,)])
             self.sample_steadily(database, T0 + kept - ms.DAY)
             wall = T0 + kept + (step != ms.MINUTE) * ms.MINUTE
-            self.assertEqual(database.history(*gone, span, wall).means[0], 5, span)
+            for key in gone, self.TOTAL:
+                self.assertEqual(database.history(*key, span, wall).means[0], 5, span)
             self.assertIsNotNone(database.known(*gone))
             self.sample_steadily(database, T0 + kept + covers + ms.HOUR)
             [(oldest,)] = self.sql("SELECT min(start) FROM block WHERE step = ?", step)
             self.assertGreater(oldest, T0 + ms.QUARTER, span)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
+        self.assertEqual(self.sql("SELECT game, address FROM server WHERE game != ''"),
+                         [("iceball", "192.0.2.1")])
 
     def sample_steadily(self, database, wall, seconds=ms.DAY):
         """A sample an hour, as many as it takes until the clock is believed."""
         for late in range(0, seconds + 1, ms.HOUR):
             database.add_samples(wall + late, [self.A + (1,)])
 
-    def sums_and_servers(self):
-        return self.sql("SELECT game, address FROM server WHERE game != '' ORDER BY game, address")
-
     def test_a_clock_that_jumps_erases_nothing(self):
         """Years ahead or back, for a sample or for a day with a gap; each after a restart."""
         year = list(range(T0, T0 + 5 * ms.HOUR, ms.HOUR))
         hours = [2 * ms.YEAR + late for late in range(0, 29 * ms.HOUR, ms.HOUR)]
         for walls, believed in (
-                ([2 * ms.YEAR], False), ([2 * ms.YEAR, 3 * ms.YEAR], False),
-                ([-T0, 2 * ms.YEAR], False), (hours[:24], False),
+                ([-T0, 2 * ms.YEAR, 3 * ms.YEAR], False),
                 (hours[:20] + hours[21:], False), (hours, True)):
             self.put(b"")
             database = self.database()
@@ -1443,20 +1432,6 @@ class HistoryOnDisk(DatabaseCase):
                              [None if believed else 7] * 5)
             self.assertEqual(database.known(*listed_key(2)) is None, believed)
             database.close()
-
-    def test_the_sum_of_a_game_goes_with_its_last_block(self):
-        """And not before, however long ago the game was first seen."""
-        database = self.database()
-        old = "old", "", 0
-        for wall in (T0, T0 + ms.YEAR, T0 + ms.YEAR + ms.QUARTER):
-            database.add_samples(wall, [old + (5,)])
-        self.sample_steadily(database, T0 + 2 * ms.YEAR - 2 * ms.WEEK)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1"), ("old", "")])
-        end = T0 + 2 * ms.YEAR - 2 * ms.WEEK + ms.DAY
-        self.assertEqual(set(database.history(*old, "year", end).means), {None, 5})
-        self.sample_steadily(database, T0 + 2 * ms.YEAR + ms.WEEK)
-        self.assertEqual(self.sums_and_servers(), [("iceball", "192.0.2.1")])
-        self.assertEqual(self.sql("SELECT count(DISTINCT server) FROM block"), [(1,)])
 
     def test_sparklines(self):
         """Across the end of a week, which is the end of a block."""
@@ -1554,31 +1529,24 @@ class DamageOnDisk(DatabaseCase):
 
     @unittest.skipUnless(sys.platform == "linux" and sys.implementation.name == "cpython",
                          "no /proc, or it is closed some time later")
-    def test_it_is_closed_when_it_is_renamed(self):
+    def test_a_damaged_file_is_closed_and_renamed_where_a_link_leads(self):
         """Windows renames no open file, and what an error holds is open."""
+        data = self.sound().replace(b"first_seen", b"fi\xffst_seen")
+        folder = os.path.join(self.folder, "elsewhere")
+        os.mkdir(folder)
+        with open(os.path.join(folder, "master.db"), "wb") as file:
+            file.write(data)
+        os.remove(self.path)
+        os.symlink(file.name, self.path)
         replace, still_open = os.replace, []
 
         def renamed(before, after):
             files = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
-            still_open.extend(path for path in files if path.startswith(self.path))
+            still_open.extend(path for path in files if path.startswith(folder))
             replace(before, after)
-        self.put(self.sound().replace(b"first_seen", b"fi\xffst_seen"))
         with mock.patch.object(os, "replace", renamed):
             self.database().load()
-        self.assertEqual((still_open, self.set_aside()), ([], ["master.db.damaged"]))
-
-    @unittest.skipIf(os.name == "nt", "links need a privilege there")
-    def test_a_link_to_a_damaged_file(self):
-        """The file is set aside and not the link, and the new one is where the link leads."""
-        folder = os.path.join(self.folder, "elsewhere")
-        os.mkdir(folder)
-        os.symlink(os.path.join(folder, "master.db"), self.path)
-        with open(self.path, "wb") as file:
-            file.write(b"noise" * 1000)
-        database = self.database()
-        database.load()
-        database.close()
-        self.assertTrue(os.path.islink(self.path))
+        self.assertEqual((still_open, os.path.islink(self.path)), ([], True))
         self.assertEqual((self.set_aside(), self.set_aside(folder)), ([], ["master.db.damaged"]))
 
 
@@ -5222,15 +5190,13 @@ class PagesTest(unittest.TestCase):
     def test_modes_in_words_and_what_is_not_shown(self):
         details = {"gamename": "Hidden3Arena", "tag": "Hidden-1", "people": "2"}
         for game, mode, words in (
-                ("quake3arena", "0", "free for all"), ("quake3arena", "1", "tournament"),
-                ("openarena", "3", "team deathmatch"), ("openarena", "4", "capture the flag"),
+                ("quake3arena", "0", "free for all"), ("openarena", "4", "capture the flag"),
                 ("openarena", "7", "7"), ("openarena", "CA", "CA"), ("xonotic", "0", "0")):
             server = make_server(game=game, mode=mode, details=details, version="71")
             web = web_of([server])
             self.holds(page_of(web, link_to(server)), "<dt>Mode</dt><dd>%s</dd>" % words,
-                       " · <bdi>%s</bdi> · " % words, "<dt>People</dt><dd>2</dd>",
-                       "players · %s · %s · " % (web.look.game_title(game), words),
-                       lacks=("Hidden", "Tag<", "Gamename<"))
+                       "players · %s · %s · " % (web.look.games[game], words),
+                       "<dt>People</dt><dd>2</dd>", lacks=("Hidden", "Tag<", "Gamename<"))
             self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
             self.holds(page_of(web, "/servers.json"), '"mode":"%s"' % mode)
 
@@ -6769,8 +6735,8 @@ class FuzzTest(unittest.TestCase):
 
     def connection(self, name, data):
         """One connection, which stays open for a while."""
-        session = self.protocols[name].session(self.here[0], self.now)
-        greeting, out = session.opened(self.now), b""
+        session, out = self.protocols[name].session(self.here[0], self.now), b""
+        greeting = session.opened(self.now) if self.protocols[name].speaks_first else b""
         try:
             data = data.replace(b"KEY!", greeting[4:8])
             data = data.replace(b"TOKEN!", self.tokens.get(self.here[0], b"00"))
@@ -7094,6 +7060,7 @@ class HttpTest(WebCase):
         (b"POST / HTTP/1.0\r\nContent-Length: 65537\r\n\r\n", 413, "65536"),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
+        (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "100"),
         (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
@@ -7192,16 +7159,13 @@ class HttpTest(WebCase):
                 self.assertEqual(feed(self.session(), request, size), wanted, request)
 
     def test_one_request_after_another(self):
+        """One answer a call bounds what waits for a slow reader."""
         session = self.session()
-        requests = ICEBALL_REQUEST * 3 + http_request("/nope") + ICEBALL_REQUEST
-        found = []
-        data = session.receive(requests, 0.0)
-        while data:
-            status, _, _, rest = split_response(data)
-            self.assertEqual(rest, b"", "one answer a call bounds what waits for a slow reader")
-            found.append(status)
+        data = session.receive(ICEBALL_REQUEST + http_request("/nope") + ICEBALL_REQUEST, 0.0)
+        for status in 200, 404, 200:
+            found, _, _, rest = split_response(data)
+            self.assertEqual((found, rest), (status, b""))
             data = session.receive(b"", 0.0)
-        self.assertEqual(found, [200, 200, 200, 404, 200])
 
     def test_keep_alive(self):
         for request, done in (
@@ -7632,19 +7596,16 @@ flavor="3" ping_milliseconds="41"/>
             self.core.settings.values["server.public_address"] = public
             self.web.tick(0.0)
             page = html.unescape(self.get("/")[2].decode())
-            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "server %s, port 4",
-                          "announce --game hyperbol --port PORT %s:6", "_url = http://%s:6",
-                          "sv_register_url http://%s:6/ddnet/15/register; http_allow_insecure 1",
+            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
                           "announce --game mygame --port PORT %s:6"):
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        rooms = self.core.rooms
-        self.assertEqual(ms.contact_lines(rooms, listeners[3:4], "host", self.core.settings),
-                         [("aio", "AIO servers", "master server host, port 4")])
         self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
-        self.assertEqual({line[0] for line in ms.contact_lines(
-            rooms, listeners[3:], "host", self.core.settings)}, {"aio", "hyperbol", "mygame"})
+        for opened, games in ((listeners[3:4], {"aio"}),
+                              (listeners[3:], {"aio", "hyperbol", "mygame"})):
+            self.assertEqual({line[0] for line in ms.contact_lines(
+                self.core.rooms, opened, "host", self.core.settings)}, games)
 
     # One server
 
@@ -7795,12 +7756,7 @@ class CheckTest(WebCase):
     def test_every_outcome_says_what_to_do(self):
         for outcome, detail, todo in (
                 ("announced", "", "open UDP"),
-                ("version", "version 0.3", "does not list version 0.3. Another"),
                 ("bad packet", "85 bytes", "wrong with it: 85 bytes. If the port is the one"),
-                ("silent", "no answer", "was no answer. Open that UDP port"),
-                ("limit", "at most 32", "at most 32. Stop one"), ("name", "x", "another name"),
-                ("password", "the name x", "the name x. Wait"),
-                ("owner", "by HTTP", "accepted: by HTTP. If you"),
                 ("bad packet", "", "nothing more")):
             self.registry.outcomes = ms.Turns(ms.OUTCOMES_KEPT)
             self.note(outcome, detail=detail)
@@ -8072,25 +8028,6 @@ class AnnounceTest(WebCase):
                                    "Content-Length: %d" % len(body), method="POST", body=body)
             yield self.session("203.0.113.9"), request, (body[:60], kind)
 
-    @unittest.skipUnless(sys.implementation.name == "cpython", "others count calls differently")
-    def test_no_body_costs_the_loop_much(self):
-        """The calls that Python makes for it are counted: the time depends on the machine. Two for
-        each escaped byte are the most."""
-        for session, request, body in self.long_requests():
-            calls = collections.Counter()
-
-            def count(frame, event, argument, calls=calls):
-                calls[event] += 1
-
-            before = sys.getprofile()
-            sys.setprofile(count)
-            try:
-                answer = feed(session, request)
-            finally:
-                sys.setprofile(before)
-            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
-            self.assertLess(calls["call"] + calls["c_call"], 46_000, body)
-
     @unittest.skipUnless(sys.implementation.name == "cpython", "others compile while they run")
     @timing
     def test_no_body_takes_long(self):
@@ -8105,21 +8042,9 @@ class AnnounceTest(WebCase):
             yardsticks.append(time.thread_time() - began)
         for session, request, body in self.long_requests():
             began = time.thread_time()
-            feed(session, request)
+            answer = feed(session, request)
             self.assertLess(time.thread_time() - began, 4 * min(yardsticks), body)
-
-    def test_numbers_of_thousands_of_digits(self):
-        """int() takes the square of their length, where Python does not refuse them; none of them
-        gets there, in whatever they are wrapped."""
-        digits = b"9" * 4000
-        for wrapped in (digits, b"-" + digits, digits + b".5", b"1e" + digits, b"[%s]" % digits,
-                        b'{"a":[%s]}' % digits):
-            with mock.patch.object(json, "loads", side_effect=[{"reason": "not read"}]):
-                # What is read is the answer, by post()
-                status, _ = self.post(b'{"game":"mygame","port":%s}' % wrapped)
-            self.assertEqual(status, 400)
-            self.assertIn("more than 400 digits", self.registry.outcome(
-                "203.0.113.9", "announce", 0).detail)
+            self.assertIn(answer[9:12], (b"200", b"202", b"400", b"415", b"429"), body)
 
     def test_errors_in_words(self):
         allow = "the operator of this master can allow it with a line `%s` under [games]"
@@ -8137,6 +8062,8 @@ class AnnounceTest(WebCase):
                 (b'{"game":"mygame","port":1,"name":true}', "name is not a text"),
                 (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
                 (b'["game"]', "object"), (b'{"game":', "JSON"),
+                # int() would take the square of their length, where Python does not refuse them
+                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "JSON"),
                 (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
                 is_form = b"=" in body or not body
@@ -8845,10 +8772,10 @@ class DdnetTest(WebCase):
             ("info: a number or a text that JSON", {"x": math.nan}),
             ("info: a number or a text that JSON", {"x": math.inf}))]
         rows += [("not a JSON object", body) for body in (
-            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, DDNET_INFO[:-1],
-            DDNET_INFO + b"x")]
+            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, b"9" * 5000,
+            DDNET_INFO[:-1], DDNET_INFO + b"x")]
         rows += [
-            ("max_clients", b"{}"), ("more than 400 digits", b"9" * 5000),
+            ("max_clients", b"{}"),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"1082711", b"1e999")),
             # Each of these takes 18 characters when Python writes it
@@ -9317,19 +9244,13 @@ def mmdb_file(places: Dict[str, int], data: bytes, record_bits: int = 24, ip_ver
     return tree + bytes(16) + data + b"\xab\xcd\xefMaxMind.com" + mmdb_value(description)
 
 
-def country_data(*countries: Dict[str, Any]) -> Tuple[bytes, List[int]]:
-    """The data with these records, and where each of them begins."""
-    data, places = b"", []
-    for record in countries:
-        places.append(len(data))
-        data += mmdb_value(record)
-    return data, places
-
-
 def simple_country_file(countries: Dict[str, str], **options: Any) -> bytes:
     """A file with the country of each network."""
-    data, places = country_data(*({"country": {"iso_code": code}} for code in countries.values()))
-    return mmdb_file(dict(zip(countries, places)), data, **options)
+    data, places = b"", {}
+    for network, code in countries.items():
+        places[network] = len(data)
+        data += mmdb_value({"country": {"iso_code": code}})
+    return mmdb_file(places, data, **options)
 
 
 try:
@@ -9445,22 +9366,15 @@ class CountryFileTest(unittest.TestCase):
 
     def test_mutations(self):
         chance = random.Random(51)
-        data, places = country_data(
-            *({"continent": {"code": "EU", "names": {"en": "Europe", "de": "Europa"}},
-               "country": {"geoname_id": 5, "iso_code": code}} for code in ("DE", "NL", "FR")))
-        right = mmdb_file(dict(zip(self.NETWORKS, places)), data)
-        addresses = [address for address, _ in self.EXPECTED]
+        right = simple_country_file(self.NETWORKS)
         for _ in range(1000):
             raw = bytearray(right)
             for _ in range(chance.choice((1, 1, 2, 5))):
-                at = chance.randrange(len(raw))
-                if chance.random() < 0.5:
-                    at = chance.randrange(len(raw) - 500, len(raw))
-                noise = chance.getrandbits(8 * 4).to_bytes(4, "big")
-                raw[at:at + chance.choice((1, 1, 4))] = noise[:chance.choice((0, 1, 1, 4))]
+                at = chance.choice((chance.randrange(len(raw)), -chance.randrange(1, 500)))
+                raw[at] = chance.randrange(256)
             with contextlib.suppress(ms.Malformed):
-                file = ms.CountryFile(bytes(raw))
-                for address in addresses:
+                file = ms.CountryFile(bytes(raw[:chance.choice((len(raw), -5))]))
+                for address, _ in self.EXPECTED:
                     with contextlib.suppress(ms.Malformed):
                         self.assertRegex(file.country(address), "^([a-z]{2})?$")
 
@@ -9498,45 +9412,34 @@ class CountryFileTest(unittest.TestCase):
 class CountriesTest(WebCase):
     """Where servers are, as the registry, the lists and the pages tell it."""
 
-    settings = {"limits__requests": "1000000", "country": ""}
+    settings = {"limits__requests": "1000000"}
 
     def setUp(self):
-        self.settings = {"limits__requests": "1000000"}
         super().setUp()
         self.rules = self.registry.rules
         self.rules.country_file = ms.CountryFile(simple_country_file(
             {"203.0.113.0/24": "DE", "198.51.100.0/24": "NL", "192.0.2.0/24": "CN",
              "2001:db8::/32": "BR"}))
 
-    def by_hand(self, **countries):
-        """Have the ini say so: address__port="de"."""
-        self.core.settings.values["country"] = {
-            ms.read_country_place(place.replace("_", ".").replace("..", ":")): country
-            for place, country in countries.items()}
-
     def test_names_and_continents(self):
         self.assertEqual(len(ms.COUNTRY_NAMES), 250)
         for code, name, continent in (
                 ("de", "Germany", "eu"), ("st", "São Tomé and Príncipe", "af"),
-                ("us", "United States", "na"), ("zw", "Zimbabwe", "af"),
-                ("gs", "South Georgia and the South Sandwich Islands", "an"),
-                ("zz", "ZZ", ""), ("", "", "")):
+                ("gs", "South Georgia and the South Sandwich Islands", "an"), ("zz", "ZZ", "")):
             self.assertEqual((ms.country_name(code), ms.CONTINENTS.get(code, "")),
                              (name, continent))
 
-    def test_looked_up_when_listed(self):
-        with mock.patch.object(ms.CountryFile, "country", autospec=True,
-                               side_effect=ms.CountryFile.country) as looked_up:
-            for number, (address, country) in enumerate((
-                    ("203.0.113.9", "de"), ("198.51.100.9", "nl"), ("2001:db8::9", "br"),
-                    ("8.8.8.8", ""))):
-                server = self.list(number + 1, address)
-                self.assertEqual(server.country, country)
-            self.list(1, players=5, max_players=9)
-            self.servers()
-            self.get("/")
-            self.assertEqual(looked_up.call_count, 4)
+    def test_looked_up_once_when_listed(self):
+        for number, (address, country) in enumerate((
+                ("203.0.113.9", "de"), ("198.51.100.9", "nl"), ("2001:db8::9", "br"),
+                ("8.8.8.8", ""))):
+            self.assertEqual(self.list(number + 1, address).country, country)
+        self.rules.country_file = ms.CountryFile(mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5)))
+        self.list(1, players=5, max_players=9)
         self.assertEqual([entry["country"] for entry in self.servers()], ["de", "nl", "br", ""])
+        self.assertEqual(self.rules.country_trouble, "")
+        self.assertEqual(self.list(9).country, "")          # the file is damaged there
+        self.assertEqual(self.rules.country_trouble, "a value beyond the end of the file")
 
     def test_without_a_file(self):
         self.rules.country_file = None
@@ -9549,19 +9452,17 @@ class CountriesTest(WebCase):
     def test_by_hand(self):
         """It wins over the file, at once after a reload; what has gone from the ini soon does."""
         servers = [self.list(port) for port in (1, 2)]
+        address = "203.0.113.9"
         for by_hand, at_once, later in (
-                ({"203_0_113_9__1": "fr"}, ["fr", "de"], ["fr", "de"]),
-                ({"203_0_113_9": "us"}, ["us", "us"], ["us", "us"]),
-                ({"203_0_113_9": "us", "203_0_113_9__2": "fr"}, ["us", "fr"], ["us", "fr"]),
+                ({(address, 1): "fr"}, ["fr", "de"], ["fr", "de"]),
+                ({(address, 0): "us"}, ["us", "us"], ["us", "us"]),
+                ({(address, 0): "us", (address, 2): "fr"}, ["us", "fr"], ["us", "fr"]),
                 ({}, ["us", "fr"], ["de", "de"])):
-            self.by_hand(**by_hand)
+            self.core.settings.values["country"] = by_hand
             self.registry.apply_rules(self.core.settings)
             self.assertEqual([server.country for server in servers], at_once)
             self.registry.look_up_countries()
             self.assertEqual([server.country for server in servers], later)
-        self.by_hand(**{"203_0_113_9": "us"})
-        self.registry.apply_rules(self.core.settings)
-        self.assertEqual(self.list(3).country, "us")
 
     def test_a_new_file(self):
         """Servers are looked up again in steps, those of other masters too."""
@@ -9579,12 +9480,6 @@ class CountriesTest(WebCase):
                               in self.registry.count_countries("aio").items()
                               if country}, counts)
         self.assertEqual(self.registry.generation, generation + 349)
-
-    def test_a_damaged_file(self):
-        self.rules.country_file = ms.CountryFile(mmdb_file(
-            {"203.0.113.0/24": 0}, mmdb_head(7, 5)))
-        self.assertEqual((self.list().country, self.rules.country_trouble),
-                         ("", "a value beyond the end of the file"))
 
     def test_filters(self):
         for number, address in enumerate(("203.0.113.9", "198.51.100.9", "2001:db8::9", "8.8.8.8")):
@@ -9612,7 +9507,7 @@ class CountriesTest(WebCase):
             _, headers, found = self.get("/geoip", line, address=source)
             self.assertEqual((found, headers["Cache-Control"]), (body, "no-store"))
             self.assertNotIn("ETag", headers)
-        self.by_hand(**{"127_0_0_1": "jp"})
+        self.core.settings.values["country"] = {("127.0.0.1", 0): "jp"}
         self.registry.apply_rules(self.core.settings)
         self.assertEqual(self.get("/geoip", address="127.0.0.1")[2], b'{"continent":"AS"}')
 
@@ -9680,10 +9575,9 @@ class CountryFileOfTheProgram(unittest.TestCase):
     def test_at_the_start(self):
         with self.assertRaisesRegex(ms.SettingsError, r"^\[http\] countries = .*No such file"):
             ms.MasterServer(self.load())
-        for raw, words in ((b"", "not an MMDB file"), (b"x" * 5000, "not an MMDB file")):
-            self.write(raw)
-            with self.assertRaisesRegex(ms.SettingsError, words):
-                ms.MasterServer(self.load())
+        self.write(b"x" * 5000)
+        with self.assertRaisesRegex(ms.SettingsError, "not an MMDB file"):
+            ms.MasterServer(self.load())
         self.write(simple_country_file({"203.0.113.0/24": "DE"}))
         self.assertEqual(ms.MasterServer(self.load()).rules.country("203.0.113.9"), "de")
         with mock.patch.object(os.path, "getsize", return_value=201 << 20):
@@ -9691,17 +9585,14 @@ class CountryFileOfTheProgram(unittest.TestCase):
 
     def test_checked(self):
         options = []
-        for setting in {**NO_PORTS, "server.database": "", "server.public_address": "203.0.113.5",
-                        "http.countries": self.path}.items():
+        for setting in {**NO_PORTS, "http.countries": self.path}.items():
             options += ["--set", "%s=%s" % setting]
-        self.write(simple_country_file({}))
-        status, out, _ = command("--check", *options)
-        self.assertEqual(status, 0)
-        self.assertIn("[http] countries: Test-Country of 2026-07-01\n", out)
-        self.write(b"nonsense")
-        status, _, err = command("--check", *options)
-        self.assertEqual(status, 2)
-        self.assertIn("this is not an MMDB file", err)
+        for raw, status, words in (
+                (simple_country_file({}), 0, "[http] countries: Test-Country of 2026-07-01\n"),
+                (b"nonsense", 2, "this is not an MMDB file")):
+            self.write(raw)
+            result, out, err = command("--check", *options)
+            self.assertEqual((result, words in out + err), (status, True), out + err)
 
     def test_replaced(self):
         """A good file holds soon; of one that cannot be read the log and /healthz tell, once."""
@@ -9711,42 +9602,32 @@ class CountryFileOfTheProgram(unittest.TestCase):
         listed = server.registry.list_or_refresh(
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
         changes_of(server.registry)
-        now = 0.0
-
-        def run():
-            """What the loop does in some seconds."""
-            nonlocal now
-            now += 10.0
-            server.tick(now)
-            server.tick(now + 1.0)
-
-        nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
-        for raw, country, line, trouble in (
-                (nl, "nl", "file with countries read", None),
+        no_trouble = ""
+        for now, (raw, country, line, trouble) in enumerate((
+                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read", no_trouble),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
-                (pl, "pl", "file with countries read", None)):
+                (mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5)), "", "is damaged: a value",
+                 "the file is damaged: a value"),
+                (simple_country_file({"203.0.113.0/24": "PL"}), "pl", "countries read",
+                 no_trouble))):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
-                run()
-                run()
-            self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output
-                     if "settings read again" not in text and "aio listed" not in text]
-            self.assertRegex(lines[-1], line)
-            self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
-            self.assertIn(trouble or "", server.health.get("countries", ""))
-            self.assertEqual("countries" in server.health, trouble is not None)
+                for later in 10, 11, 20, 21:
+                    server.tick(30.0 * now + later)
+            self.assertEqual((listed.country, "countries" in server.health),
+                             (country, trouble != no_trouble))
+            self.assertEqual(len([text for text in logged.output if re.search(line, text)]), 1)
+            self.assertIn(trouble, server.health.get("countries", ""))
         # What could not be read is tried again at a reload, though the file is the same
         self.write(simple_country_file({"203.0.113.0/24": "FR"}))
-        with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")), \
-                self.assertLogs("masterserver"):
-            run()
-        self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
         with self.assertLogs("masterserver"):
-            server.reload(now)
-            run()
+            with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")):
+                server.tick(200.0)
+                server.tick(201.0)
+            self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
+            server.reload(202.0)
+            server.tick(210.0)
+            server.tick(211.0)
         self.assertEqual((listed.country, "countries" in server.health), ("fr", False))
 
 
@@ -9946,17 +9827,6 @@ class NewsTest(unittest.TestCase):
                     self.registry.remove_own(self.hear(0, 9, port=port, address=addresses[0]))
                 self.assertEqual(self.messages(news, 200), expected, addresses)
 
-    def test_a_48_has_the_share_of_many_sources_and_the_account_is_bounded(self):
-        for address, sent in (("2001:db8:0:%x::1", ms.NEWS_PER_SOURCE * ms.SITE_SOURCES),
-                              ("198.18.0.%d", 60)):
-            news, found = self.news(notify__again_after="86400"), 0
-            with mock.patch.object(ms, "KNOWN_SERVERS", 5):
-                for number in range(60):
-                    self.hear(0, 2, address=address % number)
-                    found += self.messages(news, 10)
-            self.assertEqual(found, sent)
-            self.assertEqual(len(news.sent_at), 5)
-
     def test_players_that_were_not_known_before_are_no_news(self):
         """A restart, a server that answers again, AIO's framed ones before they are asked."""
         for restored in 0, 5:
@@ -10003,12 +9873,13 @@ class NewsTest(unittest.TestCase):
     def test_a_flood_is_ten_messages_and_bounded(self):
         news = self.news(notify__again_after="60")
         sent = 0
-        for _ in range(3):                              # minutes
-            for players, host in itertools.product((0, 2), range(1000)):
-                self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
-            sent += self.messages(news, 60)
+        with mock.patch.object(ms, "KNOWN_SERVERS", 5):
+            for _ in range(3):                          # minutes
+                for players, host in itertools.product((0, 2), range(1000)):
+                    self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
+                sent += self.messages(news, 60)
         self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
-        self.assertEqual(news.below_threshold, set())
+        self.assertEqual((news.below_threshold, len(news.sent_at)), (set(), 5))
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
              "**x**", "`x` ``` ~~x~~ _x_ __", '" \\" $name %s', "日本 # 1. > -",
@@ -10539,12 +10410,11 @@ class ConnectionTest(unittest.TestCase):
             self.assertTrue(connection.is_closed)
 
     def test_a_fault_or_bad_input_ends_it_and_says_so(self) -> None:
-        for data, errors, malformed in (b"a!b", 1, 0), (b"a?b", 0, 1):
+        for data, counts in (b"a!b", (1, 0)), (b"a?b", (0, 1)):
             with self.assertLogs("masterserver", "DEBUG"):
                 connection, peer = self.make(OneAnswer(), data=data)
             self.assertEqual(read_all(peer), b"a")
-            tally = connection.tally
-            self.assertEqual((tally.errors, tally.malformed), (errors, malformed))
+            self.assertEqual((connection.tally.errors, connection.tally.malformed), counts)
 
     def test_it_ends_without_a_reset(self) -> None:
         """What still comes is read away, up to a bound in bytes and time."""
@@ -10710,20 +10580,21 @@ class HttpsTest(unittest.TestCase):
 
     def test_versions_and_protocols(self) -> None:
         server = self.start()
-        for version, name in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3,
-                                                                    "TLSv1.3")):
-            context = self.context()
-            context.minimum_version = context.maximum_version = version
-            context.set_alpn_protocols(["h2", "http/1.1"])
-            client = self.connect(server, context)
-            self.assertEqual((client.version(), client.selected_alpn_protocol()),
-                             (name, "http/1.1"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")         # Python says that this version is old
-            context = self.context()
-            context.minimum_version = ssl.TLSVersion.TLSv1
-            context.maximum_version = ssl.TLSVersion.TLSv1_1
-            self.assertRaises(OSError, self.connect, server, context)
+        versions = ssl.TLSVersion
+        for lowest, highest, name in ((versions.TLSv1_2, versions.TLSv1_2, "TLSv1.2"),
+                                      (versions.TLSv1_3, versions.TLSv1_3, "TLSv1.3"),
+                                      (versions.TLSv1, versions.TLSv1_1, "")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")     # Python says that the last ones are old
+                context = self.context()
+                context.minimum_version, context.maximum_version = lowest, highest
+                context.set_alpn_protocols(["h2", "http/1.1"])
+                if not name:
+                    self.assertRaises(OSError, self.connect, server, context)
+                    continue
+                client = self.connect(server, context)
+                self.assertEqual((client.version(), client.selected_alpn_protocol()),
+                                 (name, "http/1.1"))
 
     def test_who_speaks_no_tls(self) -> None:
         server = self.start()
@@ -10880,13 +10751,10 @@ class HttpsTest(unittest.TestCase):
                 ("/nowhere/c", self.key, "[http] certificate = /nowhere/c: No such file"),
                 (self.certificate, "/nowhere/k", "[http] key = /nowhere/k: No such file"),
                 (folder, self.key, "not a plain file"),
-                (self.certificate, "", "there is no private key in it"),
-                (self.key, self.key, "there is no certificate in it"),
+                (self.certificate, "", "[http] certificate = %s: there is no private key in it"
+                 % self.certificate),
                 (self.key, self.certificate, "there is no certificate in it"),
-                (write("empty", b""), self.key, "there is no certificate in it"),
-                (self.certificate, write("empty2", b""), "there is no private key in it"),
                 (self.certificate, other_key, "does not belong to it"),
-                (other, self.key, "does not belong to it"),
                 (self.certificate, locked, "its key asks for a password"),
                 (self.certificate, old_locked, "its key asks for a password"),
                 (write("cut", certificate[:300] + b"\n-----END CERTIFICATE-----\n"), self.key,
@@ -10902,12 +10770,6 @@ class HttpsTest(unittest.TestCase):
                 self.assertRaisesRegex(
                     ms.SettingsError, re.escape(words), ms.load_certificate,
                     self.settings(certificate_path, key_path))
-        status, _, err = command("--check", *itertools.chain.from_iterable(
-            ("--set", "%s=%s" % pair) for pair in {
-                **NO_PORTS, "http.https_ports": "0", "http.certificate": self.certificate,
-                "http.key": other_key, "server.database": ""}.items()))
-        self.assertEqual(status, 2)
-        self.assertIn("does not belong to it", err)
 
     def settings(self, certificate: str, key: str) -> ms.Settings:
         return ms.Settings({"http.https_ports": "0", "http.certificate": certificate,
@@ -10981,11 +10843,8 @@ class LimitsOnTheWireTest(unittest.TestCase):
             held = [stack.enter_context(connect(server, "aio")) for _ in range(3)]
             for client in held:
                 self.assertEqual(client.recv(5), b"\1\0\0\0\0")
-            for _ in range(5):
-                with connect(server, "http") as over:
-                    over.sendall(b"GET /master.json HTTP/1.1\r\nHost: x\r\n\r\n")
-                    status, headers, _, _ = split_response(read_all(over))
-                    self.assertEqual((status, headers["Connection"]), (429, "close"))
+            status, headers, _ = fetch(port_of(server, "http"), "/master.json")
+            self.assertEqual((status, headers["Connection"]), (429, "close"))
             with connect(server, "aio") as over:
                 over.sendall(b"12#%\n" * 100)
                 self.assertEqual(read_all(over), b"")
@@ -11098,17 +10957,6 @@ class MasterServerTest(unittest.TestCase):
         self.assertLessEqual(threads, 3)
         self.assertRegex(server.log, "Players and browsers: http://.*:%d/" % server.port("http"))
         self.assertIn("INFO stopped", server.log)
-
-    def test_a_port_in_use_says_which_and_what_to_change(self) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-            other.bind(("127.0.0.1", 0))
-            port = other.getsockname()[1]
-            result = run_program("--set", "server.bind=127.0.0.1",
-                                 "--set", "iceball.port=%d" % port)
-        self.assertEqual(result.returncode, 1)
-        self.assertRegex(result.stderr, "iceball cannot listen on UDP 127.0.0.1:%d: .* "
-                         r"Change \[iceball\] port or \[server\] bind" % port)
-        self.assertNotIn("Traceback", result.stderr)
 
     def test_no_ipv6_on_this_machine(self) -> None:
         bound = ms.bound_socket
@@ -11503,29 +11351,19 @@ class SavedListTest(unittest.TestCase):
 
     def test_a_restart_has_the_whole_list_at_once(self) -> None:
         """Lifetimes begin with it."""
-        told = dict(name="caf\u00e9", mode="ctf", map="mesa", version="1.2", players=3,
-                    max_players=8, playing=2, description="a text", verified="handshake",
-                    details={"mod": "x"})
         saved = self.start()
-        self.hear(saved, 1, **told)
-        self.hear(saved, 2, game="hyperbol", verified="query", lifetime=math.inf, room="hyperbol",
-                  private={"flavor": 5})
+        self.hear(saved, 1, verified="handshake", players=3, playing=2, details={"mod": "x"})
+        self.hear(saved, 2, verified="query", lifetime=math.inf)
         self.hear(saved, 3, game="aio", address="2001:db8::1", verified="connection",
                   lifetime=math.inf)
         saved.registry.list_or_refresh(("iceball", "203.0.113.8", 4), "192.168.1.5", 0.0, 120.0,
                                        {"verified": "self-reported"})
         saved = self.restart(saved, T0 + 600)
         found = {server.port: server for server in saved.registry.servers()}
-        self.assertEqual({port: (server.game, server.address, server.source, server.confirmed)
-                          for port, server in found.items()},
-                         {1: ("iceball", "203.0.113.9", "203.0.113.9", False),
-                          2: ("hyperbol", "203.0.113.9", "203.0.113.9", False),
-                          3: ("aio", "2001:db8::1", "2001:db8::1", False),
-                          4: ("iceball", "203.0.113.8", "192.168.1.5", False)})
-        self.assertEqual({name: getattr(found[1], name) for name in told}, told)
-        self.assertEqual((found[2].name, found[2].playing, found[2].details, found[2].private),
-                         ("", None, {}, {"flavor": 5}))
-        self.assertEqual((found[1].first_seen, found[1].last_seen), (400.0, 400.0))
+        self.assertEqual((found[4].address, found[4].source), ("203.0.113.8", "192.168.1.5"))
+        self.assertEqual((found[1].playing, found[1].details, found[1].confirmed,
+                          found[1].first_seen, found[1].last_seen),
+                         (2, {"mod": "x"}, False, 400.0, 400.0))
         for now, expected in ((1059.9, [1, 2, 3, 4]), (1060.1, [1, 2, 4]), (1119.9, [1, 2, 4]),
                               (1120.1, [2]), (9e9, [2])):
             saved.registry.expire(now)
@@ -11561,11 +11399,6 @@ class SavedListTest(unittest.TestCase):
             saved.registry.expire(1120.1)
             self.assertEqual(saved.registry.total, 0, step)
 
-    def restored(self, life: float = 100.0, **fields: Any) -> Optional[ms.Server]:
-        row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + life, T0 - 9.0, T0 - 0.0,
-                           {"verified": "query", **fields})
-        return ms.restored_server(row, 0.0, T0)
-
     def test_noise_in_a_row_costs_it_alone(self) -> None:
         """What cannot be read is dropped, and no list gets what it has no room for."""
         for stored, expected in (
@@ -11580,15 +11413,11 @@ class SavedListTest(unittest.TestCase):
                  {"name": "X", "max_players": 65535, "playing": 65535}),
                 ({"name": "x" * 2000}, {"name": "x" * ms.TEXT_CHARACTERS}),
                 ({"details": {"a\0": "b\u202e", "c": 5}}, {"details": {"a": "b", "c": "5"}})):
-            server = self.restored(**stored)
+            row = ms.ListedRow("iceball", "203.0.113.9", 1, T0 + 9.0, T0 - 9.0, T0 - 0.0,
+                               {"verified": "query", **stored})
+            server = ms.restored_server(row, 0.0, T0)
             self.assertEqual(server and {name: getattr(server, name) for name in expected or ()},
                              expected, stored)
-        # An infinite lifetime is stored as a day
-        for verified, life, lifetime in (
-                ("handshake", 100.0, 100.0), ("connection", 86400.0, 60.0),
-                ("query", 86400.0, math.inf), ("query", 180.0, 180.0)):
-            server = self.restored(life, verified=verified)
-            self.assertEqual((server.lifetime, server.first_seen), (lifetime, -9.0), verified)
         database = self.start().database
         database.save([
             ms.ListedRow("iceball", address, port, expires, T0 - 0.0, T0 - 0.0,
@@ -11613,17 +11442,18 @@ class SavedListTest(unittest.TestCase):
         with mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")):
             saved.tick(1.0, T0 + 1)
         self.assertIn("denied", saved.health["database"])
-        for _ in range(2):
-            with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
-                saved.tick(2.0, T0 + 2)
-            self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
-            saved.database.close()
-            with contextlib.closing(sqlite3.connect(self.path)) as db:
-                db.execute("INSERT OR REPLACE INTO block SELECT 3600, %d, id, x'00' FROM server"
-                           % (T0 // ms.WEEK * ms.WEEK))
-                db.commit()
-            with mock.patch.object(ms.log, "error"):
-                saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.on_disk(), saved.health), ([1], {}))
+        saved.database.close()
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as db:
+            db.execute("INSERT INTO block SELECT 3600, ?, id, x'00' FROM server",
+                       (T0 // ms.WEEK * ms.WEEK,))
+        with self.assertLogs("masterserver", "ERROR"):
+            saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
 
     # While it serves
 
@@ -11678,47 +11508,37 @@ class SavedListTest(unittest.TestCase):
                 self.assertEqual(len(saved.disk.jobs), 1)
         self.assertEqual(len(logged.output), 1)
         self.assertIn("10 s or more", logged.output[0])
-        saved.registry.remove_own(saved.registry.get("iceball", "203.0.113.9", 1))
         saved.disk.work()
         self.assertEqual((saved.health, self.on_disk()), ({}, [1]))
-        saved.disk.at_once = True
-        saved.tick(130.0, T0 + 30)
-        self.assertEqual(self.on_disk(), list(range(2, 31)))
         self.assertIn("saved again", ms.log.info.call_args[0][0])
 
     def test_a_failed_batch_is_reported_once_and_tried_again(self) -> None:
-        for error in (sqlite3.OperationalError("disk is full"), MemoryError(), OSError("gone")):
-            self.path = os.path.join(self.folder, type(error).__name__)
-            saved = self.start()
-            gone = self.hear(saved, 1, players=1)
-            saved.tick(0.0, T0)
-            saved.registry.remove_own(gone)
-            self.hear(saved, 2, players=2)
-            with mock.patch.object(saved.database, "save", side_effect=error), \
-                    self.assertLogs("masterserver", "ERROR") as logged:
-                for second in (61, 62, 63):
-                    saved.tick(float(second), T0 + second)
-                    self.hear(saved, second)
-            self.assertEqual((len(logged.output), self.on_disk()), (1, [1]))
-            self.assertEqual(saved.health, {"database": ms.error_text(error)})
-            saved.tick(64.0, T0 + 64)
-            self.assertEqual((saved.health, self.on_disk()), ({}, [2, 61, 62, 63]))
-            # The minute has its sample
-            series = saved.database.history("iceball", "203.0.113.9", 2, "day", T0 + 120)
-            self.assertEqual(series.means[-1], 2)
-
-    def test_while_the_disk_takes_nothing_little_piles_up(self) -> None:
         saved = self.start()
+        gone = self.hear(saved, 1, players=1)
+        saved.tick(0.0, T0)
+        saved.registry.remove_own(gone)
+        self.hear(saved, 2, players=2)
+        error = sqlite3.OperationalError("disk is full")
+        with mock.patch.object(saved.database, "save", side_effect=error), \
+                self.assertLogs("masterserver", "ERROR") as logged:
+            for second in (61, 62, 63):
+                saved.tick(float(second), T0 + second)
+                self.hear(saved, second)
+        self.assertEqual((len(logged.output), self.on_disk()), (1, [1]))
+        self.assertEqual(saved.health, {"database": "disk is full"})
+        saved.tick(64.0, T0 + 64)
+        self.assertEqual((saved.health, self.on_disk()), ({}, [2, 61, 62, 63]))
+        # The minute has its sample
+        series = saved.database.history("iceball", "203.0.113.9", 2, "day", T0 + 120)
+        self.assertEqual(series.means[-1], 2)
+        # Those that come and go while the disk takes nothing do not pile up
         with mock.patch.object(ms, "ALTERED_SERVERS", 50), mock.patch.object(ms.log, "error"), \
-                mock.patch.object(saved.database, "save", side_effect=sqlite3.OperationalError):
-            for number in range(40):
-                for port in range(1, 41):
+                mock.patch.object(saved.database, "save", side_effect=error):
+            for number in range(65, 105):
+                for port in range(40):
                     saved.registry.remove_own(self.hear(saved, 40 * number + port))
                 saved.tick(float(number), T0 + number)
                 self.assertLessEqual(len(saved.registry.altered), 100)
-        self.hear(saved, 1)
-        saved.tick(500.0, T0 + 500)
-        self.assertEqual(self.on_disk(), [1])
 
 
 class DiskOfTheProgramTest(unittest.TestCase):
@@ -11750,8 +11570,10 @@ class DiskOfTheProgramTest(unittest.TestCase):
             database = ms.Database(self.path)
             database.save(rows, set())
             database.close()
-            free_ports = {name: port or "0" for name, port in NO_PORTS.items()}
-            with ms.MasterServer({**free_ports, **settings, "server.database": self.path}) as server:
+            free_ports = {name: port or "0" for name, port in NO_PORTS.items()
+                          if name != "http.https_ports"}
+            with ms.MasterServer(
+                    {**free_ports, **settings, "server.database": self.path}) as server:
                 registry = server.registry
                 self.assertEqual({one.game for one in registry.servers()}, games)
                 registry.expire(time.monotonic() + 61.0)
@@ -13144,7 +12966,8 @@ class AnnouncersInGeneral(unittest.TestCase):
             else:
                 master.on_step(outcomes[len(began) - 1])
                 raise OSError("lost")
-        with mock.patch.object(ms, "time", clock), mock.patch.object(ms, "http_answer") as answers, \
+        with mock.patch.object(ms, "time", clock), \
+                mock.patch.object(ms, "http_answer") as answers, \
                 mock.patch.object(announcement, "talk_to", talk_to):
             announcement.keep_announced(master)
         (place, step), = (call[0] for call in answers.call_args_list)
@@ -13915,7 +13738,7 @@ class OtherMastersLists(unittest.TestCase):
                                      ("localhost", os.devnull, "CERTIFICATE_VERIFY_FAILED")):
             with FakeServer(serve=serve) as server, mock.patch.dict(
                     os.environ, SSL_CERT_FILE=trusted, SSL_CERT_DIR=folder.name):
-                upstream = ms.Upstream("luanti", host, server.port, tls=True)
+                upstream = ms.read_upstream("luanti https://%s:%d" % (host, server.port))
                 told = ""
                 try:
                     found, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 5)
@@ -14147,11 +13970,10 @@ class ServingTest(unittest.TestCase):
         for public, own, told in (("", "192.0.2.9", "192.0.2.9"), ("", "", "localhost"),
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
                                   ("2001:db8::7", "192.0.2.9", "[2001:db8::7]")):
-            settings = ms.Settings({"server.public_address": public})
-            server = mock.Mock(settings=settings, rooms=with_rooms(make_core()).rooms, listeners=[
-                ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")])
+            core = with_rooms(make_core(server__public_address=public))
+            core.listeners = [ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")]
             with mock.patch.object(ms, "own_address", return_value=own):
-                ports, luanti, ddnet, page = ms.first_contact(server)
+                ports, luanti, ddnet, page = ms.first_contact(core)
             self.assertEqual((ports, page), ("http on TCP 27790",
                                              "Players and browsers: http://%s:27790/" % told))
             for line in luanti, ddnet:
@@ -14828,6 +14650,15 @@ class ProjectTest(unittest.TestCase):
         for room in ms.GAMES:
             self.assertEqual(ms.GAME_TITLES[room.game], room.title)
             self.assertRaises(ValueError, ms.read_own_game_id, room.game)
+
+    def test_the_readme_names_what_rooms_have(self):
+        _, _, table = text_of("README.md").partition("| of the room |")
+        table, _, _ = table.partition("\n\n")
+        rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+        names = re.findall(r"`(\w+)`", " ".join(rows))
+        self.assertGreater(len(names), 30)
+        for name in names:
+            self.assertTrue(any(hasattr(room, name) for room in ms.GAMES), name)
 
     # Sections and texts, or beginnings of sentences, that may name a game
     MAY_NAME_A_GAME = (
@@ -15643,8 +15474,8 @@ def bench_luanti(bench, accepts):
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
         rows.append(ms.listed_row(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
-            **ms.luanti_attributes({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
-            wall))
+            room="luanti", **ms.luanti_attributes({
+                **told, "name": ms.clean(name), "mods": told["mods"] + mods})), wall))
     database = ms.Database(path)
     database.save(rows, [])
     database.close()
