@@ -11009,83 +11009,59 @@ def announced_game(web, value):
 # The title of each outcome on the page /check, and what the operator of the game server can do; %s
 # stands for the detail
 OUTCOMES = {
-    "announced": (
-        "Announced, but the answer did not come back",
+    "announced": ("Announced, but the answer did not come back", (
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
-        "UDP, or forward the game's port."),
-    "challenged": (
-        "Challenged, but the answer did not come back",
+        "UDP, or forward the game's port.")),
+    "challenged": ("Challenged, but the answer did not come back", (
         "This master sent a challenge to UDP port %s, and the game server has not returned it. "
-        "Open that UDP port in the firewall and forward it in the router."),
-    "version": (
-        "Wrong version",
-        "This master does not list %s. Another version of the game server is needed."),
-    "bad packet": (
-        "A packet that cannot be read",
+        "Open that UDP port in the firewall and forward it in the router.")),
+    "version": ("Wrong version", (
+        "This master does not list %s. Another version of the game server is needed.")),
+    "bad packet": ("A packet that cannot be read", (
         "What is wrong with it: %s. If the port is the one for this game, update the game server, "
-        "or fix what announces it."),
-    "silent": (
-        "It does not answer queries",
-        "There was %s. Open that UDP port in the firewall and forward it in the router."),
-    "address": (
-        "Another address",
+        "or fix what announces it.")),
+    "silent": ("It does not answer queries", (
+        "There was %s. Open that UDP port in the firewall and forward it in the router.")),
+    "address": ("Another address", (
         "Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set "
-        "it to a name of the machine that the game server runs on."),
-    "banned": (
-        "Banned",
+        "it to a name of the machine that the game server runs on.")),
+    "banned": ("Banned", (
         "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
-        "operator."),
-    "limit": (
-        "Over the limit",
-        "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "busy": (
-        "Try again",
+        "operator.")),
+    "limit": ("Over the limit", (
+        "It is not listed: %s. Stop one of the others, or ask this master's operator for more.")),
+    "busy": ("Try again", (
         "This master could not ask the game server when it announced itself: %s. The game server's "
-        "next announcement does that; nothing is wrong with it."),
-    "flood": (
-        "Too many packets",
+        "next announcement does that; nothing is wrong with it.")),
+    "flood": ("Too many packets", (
         "More than %s packets per second come from this address, and the rest are not read. Does a "
         "game server announce itself in a loop? If many share the address, ask this master's "
-        "operator for more."),
-    "name": (
-        "The name is refused",
-        "Not under this name: %s. Give the server another name."),
-    "game": (
-        "The game is refused",
-        "It is not listed: %s. Its operator chooses this master's games."),
-    "owner": (
-        "Announced from elsewhere",
-        "It is not accepted: %s. If you know of no other announcer, ask this master's operator."),
-    "password": (
-        "Another password",
-        "It is not accepted: %s. Wait, or set the former password again."),
-    "stopped": (
-        "Signed off",
-        "The game server said that it was stopping."),
-    "listed": (
-        "Listed",
-        "All is well."),
-    "found": (
-        "Listed, because another list names it",
+        "operator for more.")),
+    "name": ("The name is refused", "Not under this name: %s. Give the server another name."),
+    "game": ("The game is refused", (
+        "It is not listed: %s. Its operator chooses this master's games.")),
+    "owner": ("Announced from elsewhere", (
+        "It is not accepted: %s. If you know of no other announcer, ask this master's operator.")),
+    "password": ("Another password", (
+        "It is not accepted: %s. Wait, or set the former password again.")),
+    "stopped": ("Signed off", "The game server said that it was stopping."),
+    "listed": ("Listed", "All is well."),
+    "found": ("Listed, because another list names it", (
         "This master found it at %s and queries it; it has not announced itself here. If it does, "
-        "it no longer depends on that list."),
-    "private": (
-        "Listed under a private address",
+        "it no longer depends on that list.")),
+    "private": ("Listed under a private address", (
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
-        "[server] public_address or [address_map]."),
-    "ipv6": (
-        "Listed under an IPv6 address",
+        "[server] public_address or [address_map].")),
+    "ipv6": ("Listed under an IPv6 address", (
         "The page shows it, but the list that this game's players get has room for IPv4 addresses "
-        "only. Let the game server announce itself by IPv4."),
-    "unconfirmed": (
-        "Not heard since a restart",
+        "only. Let the game server announce itself by IPv4.")),
+    "unconfirmed": ("Not heard since a restart", (
         "It was listed before this master was restarted, and stays for a while. Is the game server "
-        "running, and does it still announce itself here?"),
-    "gone": (
-        "No longer listed",
+        "running, and does it still announce itself here?")),
+    "gone": ("No longer listed", (
         "It was listed then, and has since fallen silent, or this master's settings no longer "
-        "allow it. Is the game server running, and does it still announce itself here?"),
+        "allow it. Is the game server running, and does it still announce itself here?")),
 }
 
 
