@@ -33,8 +33,6 @@ only what stands above it:
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
 packets and a clock that the test moves. To add a game, see GAMES in section 10.
-
-Licence: MIT, see the end of README.md.
 """
 from __future__ import annotations
 
@@ -1014,7 +1012,7 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
     return value
 
 
-# Numbers and tables
+# Numbers
 
 def utc_datetime(wall):
     """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
@@ -1023,14 +1021,6 @@ def utc_datetime(wall):
 
 def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else min(value, high)
-
-
-def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest. Delete the oldest beyond `limit` keys."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > limit:
-        table.popitem(last=False)
 
 
 # Addresses
@@ -1314,12 +1304,6 @@ def ipv6_source_keys(address):
         network = ipaddress.IPv6Address(int(parsed) >> host_bits << host_bits)
         keys.append("%s/%d" % (network, prefix_bits))
     return tuple(keys)
-
-
-def source_limits(address, limit):
-    """Return pairs of a key of source_keys() and the limit that holds for it. `limit` holds for one
-    source."""
-    return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
 
 
 class Shares:
@@ -2535,7 +2519,7 @@ class Database:
 
     def _open(self):
         if self._is_damaged and os.path.exists(self.path):
-            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            changed = utc_datetime(os.path.getmtime(self.path))
             new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
@@ -2771,8 +2755,6 @@ class Database:
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-# An infinite lifetime is stored as a day, because a stored time must be finite
-INFINITE_LIFETIME_S = DAY
 
 # The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
@@ -2792,7 +2774,7 @@ def listed_row(server, epoch):
     last_seen = server.last_seen + epoch
     return ListedRow(
         server.game, server.address, server.port,
-        expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
+        expires=last_seen + min(server.lifetime, DAY),      # a stored time must be finite
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
         fields=fields)
@@ -2828,7 +2810,7 @@ def restored_server(row, now, wall):
     if fields.get("verified") not in VERIFICATIONS:
         return None
     lifetime = row.expires - row.last_seen
-    if lifetime > INFINITE_LIFETIME_S - 1:
+    if lifetime > DAY - 1:                  # it was infinite
         lifetime = math.inf if fields["verified"] == "query" else RESTORED_S
     server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
     server.confirmed = False
@@ -12536,7 +12518,10 @@ class News:
         if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
+        self.sent_at[server.key] = now
+        self.sent_at.move_to_end(server.key)
+        if len(self.sent_at) > KNOWN_SERVERS:
+            self.sent_at.popitem(last=False)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
