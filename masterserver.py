@@ -13659,7 +13659,7 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
         return converse_by_http(conversation, (host, port, tls, address))
     deadline = time.monotonic() + LIST_S
     if room.fetched_over == "udp":
-        connected = udp_socket(address or host, port)
+        connected: Any = udp_socket(address or host, port)
     else:
         connected = socket.create_connection((address or host, port), CONNECT_S)
     with connected as sock:
@@ -13816,7 +13816,7 @@ class Upstreams:
 
         Servers that were found at a master which the ini does not name any more leave. All lists
         are then fetched anew, so those that another list names are found again at once."""
-        lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
+        lists_before: Dict[Any, Any] = {one.upstream: one for one in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if self.rooms[upstream.game].is_on(settings):
@@ -13852,16 +13852,18 @@ class Upstreams:
                 listed[upstream.game, upstream.name], upstream_list.trouble)
 
     def start_fetch(self, now):
-        """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
+        """Let the thread fetch the list that is due for the longest time, if one is."""
         interval = self.settings["upstream.interval"]
-        due = []
-        for upstream_list in self.lists:
+
+        def due_at(upstream_list):
             pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
-            if now >= upstream_list.tried_at + pause_s:
-                due.append(upstream_list)
-        if self.is_fetching or not due:
+            return upstream_list.tried_at + pause_s
+
+        if self.is_fetching or not self.lists:
             return
-        next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
+        next_list = min(self.lists, key=due_at)
+        if due_at(next_list) > now:
+            return
         next_list.tried_at = now
         self.is_fetching = True
         fetch = functools.partial(
@@ -14470,13 +14472,13 @@ class AnnouncedMaster:
 
     address = state = ""
     was_accepted: Optional[bool] = None
+    pause_s = RETRY_S               # the pause after the next failure
 
     def __init__(self, host, port, tls):
         self.host = host
         self.port = port
         self.tls = tls
         self.name = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # the pause after the next failure
 
     def set_state(self, state, level=logging.WARNING):
         """Set `state`, and log it if it has changed."""
@@ -14522,9 +14524,7 @@ class Announcement:
     can run only once. """
 
     failure = ""
-    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
-    # have interrupted the thread that holds the Event's lock
-    stopping = False
+    stopping = False                    # no threading.Event; see MasterServer.stopping
     has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
@@ -14538,8 +14538,7 @@ class Announcement:
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
-        # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
-        # as text
+        # SubSpace needs the next port too. The number may be given as text
         game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
@@ -14570,9 +14569,9 @@ class Announcement:
 
         Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
-            is_number = type(value) is int
-            if type(value) is not ANNOUNCED_ATTRIBUTES.get(name) or (
-                    is_number and not 0 <= value <= PLAYERS_MAX):
+            is_of_its_type = type(value) is ANNOUNCED_ATTRIBUTES.get(name)
+            is_out_of_range = type(value) is int and not 0 <= value <= PLAYERS_MAX
+            if not is_of_its_type or is_out_of_range:
                 raise ValueError("%s=%r cannot be announced" % (name, value))
             self.room.check_announced(name, value)
         for name, value in fields.items():
@@ -14654,9 +14653,8 @@ class Announcement:
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
 
-        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
-        if the master cannot be reached or closes the connection, Malformed if it breaks the
-        protocol, and MasterRefused if it refuses the server."""
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError,
+        Malformed, or MasterRefused if the master refuses the server."""
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
@@ -14672,10 +14670,9 @@ class Announcement:
                          lambda: self.stopping or time.monotonic() >= ends)
 
     def open_query_socket(self):
-        """Open the UDP port on which masters query the game server, and return its socket.
+        """Return a socket on the UDP port on which masters query the game server.
 
-        Return None if masters of this game do not query, or if the game server itself has the
-        port."""
+        Return None if masters of this game do not query, or if the game server has the port."""
         if self.room.answer is None:
             return None
         port = self.server.port + self.room.offset
@@ -14705,7 +14702,7 @@ class Announcement:
                 sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
-        """Announce the number of players in the last line of the file `players_from`."""
+        """Announce what the last line of the file `players_from` says."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()
