@@ -466,25 +466,10 @@ class Upstream(NamedTuple):
     game: str                           # the id of its room
     host: str
     port: int
-    tls: bool = False                   # whether a web server is asked by HTTPS
-    words: Tuple[str, ...] = ()         # values of the room's list_options
-
-    @property
-    def name(self) -> str:
-        """The master's name for pages: its host, and its port if that is not the usual one."""
-        usual_port = WEB_PORTS["https"] if self.tls else ROOMS[self.game].master_port
-        return self.host if self.port == usual_port else endpoint_text(self.host, self.port)
-
-    @property
-    def label(self) -> str:
-        """The list's name for the operator. No two lists have the same."""
-        place = "https://" + self.name if self.tls else self.name
-        return " ".join((self.game, place, *self.words))
-
-    def choice(self) -> Dict[str, str]:
-        """Return what the words choose, by the names of the room's list_options."""
-        names = [option.name for option in ROOMS[self.game].list_options]
-        return dict(zip(names, self.words))
+    tls: bool                           # whether a web server is asked by HTTPS
+    name: str                           # the master's: its host, and its port if that is unusual
+    label: str                          # for the operator; no two lists have the same
+    choice: Tuple[Tuple[str, str], ...]         # names of the room's list_options, and their values
 
 
 def read_upstreams(text):
@@ -502,20 +487,25 @@ def read_upstream(line):
         raise ValueError("expected one of %s, and after it a host" % ", ".join(rooms))
     room = rooms[game]
     is_web = room.fetched_over == "http"
+    option_names = [option.name for option in room.list_options]
     try:
         place, *choice = words
-        host, port, tls = read_master_place(place, WEB_PORTS if is_web else ())
-        if not re.fullmatch("[A-Za-z0-9._:-]{1,253}", host):
+        host, port, tls = read_master_place(place.lower(), WEB_PORTS if is_web else ())
+        if not re.fullmatch("[a-z0-9._:-]{1,253}", host):
             raise ValueError("no host")
-        if len(choice) != len(room.list_options):
+        if len(choice) != len(option_names):
             raise ValueError("too many words, or too few")
         for option, word in zip(room.list_options, choice):
             option.read(word)
     except ValueError:
         host_form = "[https://]HOST[:PORT]" if is_web else "HOST[:PORT]"
-        names = [option.name.upper() for option in room.list_options]
-        raise ValueError("expected " + " ".join([game, host_form, *names])) from None
-    return Upstream(game, host.lower(), port or room.master_port, tls, tuple(choice))
+        words = [game, host_form, *map(str.upper, option_names)]
+        raise ValueError("expected " + " ".join(words)) from None
+    usual_port = WEB_PORTS["https"] if tls else room.master_port
+    port = port or usual_port
+    name = host if port == usual_port else endpoint_text(host, port)
+    label = " ".join([game, "https://" + name if tls else name, *choice])
+    return Upstream(game, host, port, tls, name, label, tuple(zip(option_names, choice)))
 
 
 # --- Countries ------------------------------------------------------------------------------------
@@ -1007,17 +997,16 @@ def to_json(value):
     return ENCODER.encode(value).encode()
 
 
-# A table for bytes.translate() that keeps digits and replaces every other byte by a space
-DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
+def read_integer(digits):
+    # The time of int() grows with the square of their number
+    if len(digits) > 400:
+        raise ValueError("too many digits")
+    return int(digits)
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    # A float has up to 309 digits before its point. The time of int() grows with their square
-    numbers = raw.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > 400:
-        raise Malformed("more than 400 digits in a row")
     try:
-        value = json.loads(raw.decode("utf-8-sig"))
+        value = json.loads(raw.decode("utf-8-sig"), parse_int=read_integer)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -1106,7 +1095,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return self.find(address_number(address)) is not None
+        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1913,8 +1902,9 @@ class Registry:
     def count_countries(self, game=""):
         """Return the number of servers in each country that has any, of all games or of one."""
         counts = collections.Counter()
-        for server in self.servers(game):
-            counts[server.country] += 1
+        tables = [self.games.get(game, {})] if game else self.games.values()
+        for table in tables:
+            counts.update([server.country for server in table.values()])
         del counts[""]                  # those whose country is not known
         return counts
 
@@ -2266,10 +2256,6 @@ def cached_entries(servers, list_name, render):
     return entries
 
 
-def any_server(server):
-    return True
-
-
 def concatenated(entries, now):
     return b"".join(entries)
 
@@ -2281,12 +2267,13 @@ class ServerList(NamedTuple):
     the entries are sorted by ranking()."""
 
     entry: Callable[[Server], Any]
-    wanted: Callable[[Server], bool] = any_server
+    wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
     join: Callable[[Sequence[Any], float], Any] = concatenated
 
     def render(self, servers, now):
-        wanted = [server for server in servers if self.wanted(server)]
-        return self.join(cached_entries(wanted, self.entry, self.entry), now)
+        if self.wanted:
+            servers = [server for server in servers if self.wanted(server)]
+        return self.join(cached_entries(servers, self.entry, self.entry), now)
 
 
 class RenderedList:
@@ -6027,14 +6014,10 @@ def list_pieces(zones, min_players):
 AIO_CONNECTED = b"\1\0\0\0\0"
 # The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
-# The longest pause between two keepalives of a server, which come every 20 to 40 s
-AIO_KEEPALIVE_S = 120.0
-# The master waits this long for a newline after `12#%`, which may come in a packet of its own
-AIO_NEWLINE_S = 0.2
 # For the list of another master. Those that speak the text dialect answer at once
 AIO_TEXT_S = 5.0
-# The count of players at the end of a published name, such as " [3/16]"
-AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+# The master waits this long for a newline after `12#%`, which may come in a packet of its own
+AIO_NEWLINE_S = 0.2
 # The only entry of a list without servers, as in the document
 AIO_NOBODY = Server(
     "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
@@ -6042,9 +6025,17 @@ AIO_NOBODY = Server(
     description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-def aio_published_name(server):
-    """Return the name in the lists of this game, with the number of players that it may end in."""
-    return server.private.get("aio_published_name") or server.name
+def aio_counted_name(server):
+    """Return the name with the number of players, as it is published in the text dialect."""
+    if server.players or server.max_players:
+        return "%s [%d/%d]" % (server.name, server.players, server.max_players)
+    return server.name
+
+
+def aio_listed_name(server):
+    """Return the name in the lists of the older dialects. Framed servers, which have a version,
+    publish it without the number of players."""
+    return server.name if server.version else aio_counted_name(server)
 
 
 def aio_escape(text):
@@ -6169,12 +6160,12 @@ class AioText:
         if not end:
             return None
         size = len(message) + len(end)
-        kind, *_ = message.split(b"#", 1)
-        if kind != b"12":
+        if message != b"12":
             return size
-        if following:
-            return size + 1 if following[:1].isspace() else size
-        return size if now >= session.message_began + AIO_NEWLINE_S else None
+        if following[:1].isspace():
+            return size + 1
+        no_newline_follows = following or now >= session.message_began + AIO_NEWLINE_S
+        return size if no_newline_follows else None
 
     def answer(self, session, message, now):
         content, _, newline = message.partition(self.end)
@@ -6199,29 +6190,32 @@ class AioText:
 
     def publish(self, session, fields, now):
         """Answer a publish. In messages of the document an address precedes the port."""
-        *texts, port = map(aio_unescape, fields or [b""])
-        if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
+        if len(fields) not in (3, 4):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        if session.publish_texts(texts, int(port), now):
-            return b""
-        return b"%SUCCESS#13#%"
+        *texts, port = map(aio_unescape, fields)
+        if not re.fullmatch(rb"[0-9]{1,5}", port):
+            raise Malformed("publish: the port is no number")
+        reason = session.publish_texts(texts, int(port), now)
+        return b"" if reason else b"%SUCCESS#13#%"
 
     # The lists, whose two forms share the entries of servers
 
     @staticmethod
     def entry(server):
         # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-        name = aio_published_name(server).replace("#", "\uff03").replace("%", "\uff05")
-        entry = "%s#%s#%s#%d#" % (
-            name, aio_escape(server.description), server.address, server.port)
+        name = aio_listed_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        description = aio_escape(server.description)
+        entry = "%s#%s#%s#%d#" % (name, description, server.address, server.port)
         return entry.encode("utf-8")
 
     def list(self, entries, now):
         return b"%12#" + b"".join(entries or [self.entry(AIO_NOBODY)]) + b"%"
 
     def document_list(self, entries, now):
-        numbered = [b"%d#%s" % pair for pair in enumerate(entries or [self.entry(AIO_NOBODY)])]
-        return b"%12#" + b"".join(numbered) + b"%"
+        numbered = []
+        for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
+            numbered.append(b"%d#" % number + entry)
+        return self.list(numbered, now)
 
     def fetch(self):
         data = yield from received_until(self.list_in, b"12#%\n", wait_s=AIO_TEXT_S)
@@ -6240,7 +6234,9 @@ class AioText:
                 servers.append({
                     "name": decode_utf8(name, TEXT_CHARACTERS),
                     "description": decode_utf8(description, TEXT_CHARACTERS),
-                    "address": decode_utf8(address), "port": int(port)})
+                    "address": decode_utf8(address),
+                    "port": int(port),
+                })
         return servers
 
     @staticmethod
@@ -6257,13 +6253,11 @@ class AioText:
 
     @staticmethod
     def publication(server):
-        """The number of players is a part of the name, as with the game's own servers."""
-        name = server.name
-        if server.players or server.max_players:
-            name += " [%d/%d]" % (server.players, server.max_players)
         # A "#" separates fields, and a "%" at the beginning of a field ends the message
-        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
-        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
+        name = aio_counted_name(server).replace("#", "<num>").lstrip("%")
+        description = server.description.replace("#", "<num>").lstrip("%")
+        message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
+        return message.encode("utf-8")
 
     def read_replies(self, data):
         """Return whether a master confirms the publication, and the bytes to read again with the
@@ -6307,7 +6301,7 @@ class AioBinary:
 
     @staticmethod
     def entry(server):
-        texts = "%s\0%s\0%s\0" % (aio_published_name(server), server.description, server.address)
+        texts = "%s\0%s\0%s\0" % (aio_listed_name(server), server.description, server.address)
         return texts.encode("utf-8") + aio_integer(server.port)
 
     def list(self, entries, now):
@@ -6355,16 +6349,12 @@ class AioFramed:
             return session.rendered("framed", now)
         if kind == AIO_PUBLISH and len(content) >= 2:
             port = int.from_bytes(content[:2], "little")
-            return self.result(kind, session.publish(port, {"private": NO_DETAILS}, now))
-        if kind == AIO_KEEPALIVE:
+            reason = session.publish(port, {}, now)
+        elif kind == AIO_KEEPALIVE:
             session.keep_alive(now)
             reason = "" if session.server else "nothing is published on this connection"
-            return self.result(kind, reason)
-        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
-
-    @staticmethod
-    def result(kind, reason):
-        """Return the answer to a publish or keepalive, which is refused if there is a reason."""
+        else:
+            raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
         if reason:
             return aio_frame(AIO_REFUSED + kind + aio_string16(reason))
         return aio_frame(AIO_DONE + kind)
@@ -6381,28 +6371,28 @@ class AioFramed:
     def fetch(self):
         begin = len(AIO_CONNECTED)      # the greeting
 
-        def list_end(data):
+        def is_complete(data):
             size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return begin + size if size and len(data) >= begin + size else None
+            return size is not None and len(data) >= begin + size
 
-        data = yield from received_until(list_end, aio_frame(AIO_LIST))
-        if list_end(data) is None:
+        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
+        if not is_complete(data):
             raise Malformed("no list came before the end")
-        payload = aio_payload(data[begin:list_end(data)], LIST_BYTES)
+        payload = aio_payload(data[begin:], LIST_BYTES)
         if payload[:1] != AIO_LIST:
             raise Malformed("type: not a list")
         servers = []
-        offset = 3                      # the count of servers before the entries is redundant
-        while offset < len(payload):
-            port_at = offset + 1 + payload[offset]
-            address, port = payload[offset + 1:port_at], payload[port_at:port_at + 2]
-            offset = port_at + 2
-            if offset > len(payload):
-                raise Malformed("a list that is cut off")
-            if len(servers) == LIST_SERVERS:
-                raise Malformed("more than %d servers" % LIST_SERVERS)
-            servers.append(
-                {"address": decode_utf8(address), "port": int.from_bytes(port, "little")})
+        end = 3
+        for _ in range(int.from_bytes(payload[1:end], "little")):
+            start = end + 1
+            port_at = start + int.from_bytes(payload[end:start], "little")
+            end = port_at + 2
+            servers.append({
+                "address": decode_utf8(payload[start:port_at]),
+                "port": int.from_bytes(payload[port_at:end], "little"),
+            })
+        if end > len(payload):
+            raise Malformed("a list that is cut off")
         return servers
 
     @staticmethod
@@ -6432,24 +6422,15 @@ AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
 
 
 class AioSession(MessageSession):
-    """The connection of a game server or a player, in any dialect.
-
-    server           the listed server that this connection keeps in the list, or None
-    claimed_address  the address that the game server claims to have, if the rules believe it
-    published        the port and the attributes of Server of the last publish that was accepted
-    kept_alive_at    the time of the last keepalive; infinite before the first one"""
+    """The connection of a game server or a player, in any dialect."""
 
     idle_s = 330.0                  # without a listed server. Clients send something every 270 s
     dialect: Any = None             # None before the peer's first byte
-    server: Optional[Server] = None
-    claimed_address = ""
-    published: Any = None
-    kept_alive_at = math.inf
-
-    def __init__(self, room, address, now):
-        super().__init__(room, address, now)
-        self.number = next(room.session_numbers)        # the peer's id in the text greeting
-        self.greet_at = now + AIO_GREETING_S
+    is_greeted = False              # in the text dialect
+    server: Optional[Server] = None     # the listed server that this connection keeps in the list
+    claimed_address = ""            # of the game server, if the rules believe it
+    published: Any = None           # the port and attributes of the last publish that was accepted
+    kept_alive_at = math.inf        # the time of the last keepalive
 
     def opened(self, now):
         # Two dialects begin with it, and peers of the text dialect ignore it
@@ -6471,7 +6452,6 @@ class AioSession(MessageSession):
         return self.dialect.size(self, now)
 
     def message(self, message, now):
-        self.part_if_gone()
         return self.dialect.answer(self, message, now)
 
     def ended(self, now):
@@ -6479,13 +6459,14 @@ class AioSession(MessageSession):
         return self.receive(b"", now)
 
     def tick(self, now):
-        if self.dialect is None and now >= self.greet_at:
-            self.greet_at = math.inf
-            return b"%%1#%d#%%" % self.number
-        self.part_if_gone()
-        if self.server:
+        is_waiting = self.dialect is None and not self.is_greeted
+        if is_waiting and now >= self.message_began + AIO_GREETING_S:
+            self.is_greeted = True
+            return b"%1#0#%"
+        if self.server and self.registry.has(self.server):
             self.registry.confirm(self.server, now)
-            self.done = now >= self.kept_alive_at + AIO_KEEPALIVE_S
+            # Keepalives come every 20 to 40 s
+            self.done = now >= self.kept_alive_at + 120.0
         else:
             super().tick(now)
         # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
@@ -6496,11 +6477,6 @@ class AioSession(MessageSession):
         self.room.gone(self.server)
 
     # Requests in messages
-
-    def part_if_gone(self):
-        """Separate the connection from its server if that has left, for example after a ban."""
-        if self.server and not self.registry.has(self.server):
-            self.room.gone(self.server)
 
     def claim_address(self, claimed):
         """Note the address, in bytes, that the game server claims to have, if the rules believe it.
@@ -6526,36 +6502,39 @@ class AioSession(MessageSession):
     def publish_texts(self, texts, port, now):
         """Publish a server by its name, description and perhaps address, in bytes. As in publish().
 
-        A name may end with the number of players. This game's own lists show it with them."""
+        A name may end with the number of players, such as " [3/16]"."""
         name, description, *address = texts
         self.claim_address(b"".join(address))
         published_name = decode_legacy(name)
-        counter = AIO_COUNTER.search(published_name)
-        players, max_players = map(int, counter.groups()) if counter else (0, 0)
-        return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published_name),
-            "private": {"aio_published_name": published_name},
+        players = max_players = 0
+        counter = re.search(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$", published_name)
+        if counter:
+            published_name = published_name[:counter.start()]
+            players, max_players = map(int, counter.groups())
+        fields = {
+            "name": published_name,
+            "version": "",
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players),
             "max_players": clamp(max_players),
-        }, now)
+        }
+        return self.publish(port, fields, now)
 
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, with these attributes of Server.
 
         If this connection had listed a server at another address or port, that server leaves the
         list. Return "", or the reason why the server is refused."""
+        room = self.room
         key = self.listed_at(port)
-        if self.server and self.server.key != key:
+        listed = self.registry.get(*key)
+        if listed is not self.server:
             self.registry.remove_own(self.server)
-            self.room.gone(self.server)
-        name = fields.get("name")
-        if not name:
-            listed = self.registry.get(*key)
-            _, address, _ = key
-            name = listed.name if listed else endpoint_text(address, port)
+            room.gone(self.server)
+        _, address, _ = key
+        name = listed.name if listed else endpoint_text(address, port)
+        name = fields.get("name") or name
         try:
-            room = self.room
             if self.server is None and len(room.sessions) >= room.max_servers:
                 raise Refused("limit", "this master keeps connections to at most %d servers"
                               % room.max_servers)
@@ -6568,7 +6547,17 @@ class AioSession(MessageSession):
             return str(refused)
         self.published = port, fields
         if self.server is not server:
-            self.room.take_over(server, self)
+            room.gone(server)           # it may have had another connection
+            room.sessions[server] = self
+            self.server = server
+            self.kept = True
+            # If another list names the server, it has been polled until now
+            room.poller.remove(room.poller.find(room, self.address, port))
+            if self.dialect is AIO_FRAMED:
+                # The server is queried at the address that its connection comes from. If it is
+                # listed at another address, behind a router, this master may not reach it there
+                target = room.poller.add(room, self.address, port, ANNOUNCED)
+                target.server = server
         return ""
 
 
@@ -6605,14 +6594,12 @@ class Aio(PolledGame, TcpProtocol):
     ports = (Port("tcp"),)
     master_port = 27011
     contact = Contact("AIO servers", "master server %(host)s, port %(port)d")
-    private = {"aio_published_name": Private("")}
     announced_over = fetched_over = "tcp"
     dialects = "text", "framed"
     answer_lifetime_s = None            # the connection decides when a server leaves
     answer_numbers = Form("<I I H", "players max_players version")
 
     def __init__(self, master=None):
-        self.session_numbers = itertools.count()
         self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
         super().__init__(master)
 
@@ -6623,7 +6610,8 @@ class Aio(PolledGame, TcpProtocol):
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
         # A string16 has 65,535 bytes at most, and a character up to 4
         news = news.strip()[:16000]
-        self.text_news = ("%%NEWS#%s#%%" % aio_escape(news)).encode("utf-8", "replace")
+        text_news = "%%NEWS#%s#%%" % aio_escape(news)
+        self.text_news = text_news.encode("utf-8", "replace")
         self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
 
     def session(self, address, now):
@@ -6639,19 +6627,6 @@ class Aio(PolledGame, TcpProtocol):
 
     # Connected servers
 
-    def take_over(self, server, session):
-        """Let this connection, instead of any other, keep the server in the list."""
-        self.gone(server)
-        self.sessions[server] = session
-        session.server, session.kept = server, True
-        # If another list names the server, it has been polled until now
-        self.poller.remove(self.poller.find(self, session.address, server.port))
-        if session.dialect is AIO_FRAMED:
-            # The server is queried at the address that its connection comes from. If it is listed
-            # at another address, behind a router, this master may not reach it there
-            target = self.poller.add(self, session.address, server.port, ANNOUNCED)
-            target.server = server
-
     def gone(self, server):
         """Separate a server from its connection, and stop polling it.
 
@@ -6659,7 +6634,8 @@ class Aio(PolledGame, TcpProtocol):
         session = self.sessions.pop(server, None)
         if session is not None:
             self.poller.remove(self.poller.find(self, session.address, server.port))
-            session.server, session.kept = None, False
+            session.server = None
+            session.kept = False
 
     def resume(self, server):
         if server.found_at:             # the others have to connect again
@@ -6668,8 +6644,7 @@ class Aio(PolledGame, TcpProtocol):
     @classmethod
     def knows_players(cls, server):
         # A framed server is listed before it is queried
-        published_name = server.private.get("aio_published_name")
-        return bool(published_name or server.version or server.max_players)
+        return bool(server.version or server.max_players)
 
     # Queries to framed servers
 
@@ -6703,7 +6678,7 @@ class Aio(PolledGame, TcpProtocol):
     def list_polled(self, target, fields, now):
         if target.server is not None:
             name = fields["name"] or target.server.name
-            fields = {**fields, "name": name, "verified": "connection"}
+            fields.update(name=name, verified="connection")
         return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):
@@ -6729,7 +6704,8 @@ class Aio(PolledGame, TcpProtocol):
         In the text dialect a master that refuses a server does not say so. The reason may end
         later, so the server is published again with each keepalive."""
         dialect = self.spoken()
-        keepalive, received, state = b"", b"", ""
+        keepalive = received = b""
+        state = ""
         while True:
             is_heard = is_confirmed = False
             # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
@@ -6739,8 +6715,11 @@ class Aio(PolledGame, TcpProtocol):
                     raise ConnectionError("the master has closed the connection")
                 is_heard = True
                 confirms, received = dialect.read_replies(received + data)
-                is_confirmed = is_confirmed or confirms
-                data = yield Send(state="announced", accepted=True) if confirms else Send()
+                step = Send()
+                if confirms:
+                    is_confirmed = True
+                    step = Send(state="announced", accepted=True)
+                data = yield step
             if not is_heard:
                 raise ConnectionError("the master has fallen silent")
             keepalive = dialect.keepalive
@@ -6759,9 +6738,12 @@ class Aio(PolledGame, TcpProtocol):
     def query_answer(self, server, data):
         if data != self.question(None):
             raise Malformed("a query is the one byte 00")
-        version = clamp(int(server.version)) if server.version.isdecimal() else 0
+        version = int(server.version) if server.version.isdecimal() else 0
         numbers = self.answer_numbers.write(
-            players=server.players, max_players=server.max_players, version=version)
+            players=server.players,
+            max_players=server.max_players,
+            version=clamp(version),
+        )
         texts = aio_string16(server.name) + aio_string16(server.description)
         return zlib.compress(b"\0" + texts + numbers)
 
@@ -6789,8 +6771,6 @@ QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any other game type begins with this. The game type's number or name follows
-QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
 # The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
@@ -6821,16 +6801,12 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
+# What the numbers of game types mean in Quake III Arena and OpenArena
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games, because a machine runs servers of one game, rarely of
-# two. An IPv6 /48 may bring twice as many, because anybody can have one
-QUAKE3_GAMES_PER_SOURCE = 4
 # The keys of an infoResponse that are used, each with the text that stands for a missing value; a
 # value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
 QUAKE3_DEFAULTS = {
@@ -6855,12 +6831,12 @@ def read_quake3_info(data):
         raise Malformed("no infoResponse")
     if len(data) > QUAKE3_INFO_BYTES:
         raise Malformed("length: %d bytes" % len(data))
-    _, *pieces = data.split(b"\\")
-    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
+    pairs = dict(zip(pieces[1::2], pieces[2::2]))
     return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+# The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
 @functools.lru_cache(maxsize=4096)
 def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
@@ -6872,13 +6848,14 @@ def quake3_attributes(values, otherwise):
         is_missing = value is None or len(value) > 255
         info[key] = default if is_missing else decode_legacy(value)
     for key, pattern in QUAKE3_PATTERNS.items():
-        if info[key] is not None and not pattern.fullmatch(info[key]):
-            raise Malformed("%s: %a" % (key.decode(), info[key]))
+        text = info[key]
+        if text is not None and not pattern.fullmatch(text):
+            raise Malformed("%s: %a" % (key.decode(), text))
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % protocol)
+        raise Malformed(
+            "gamename: missing, and protocol %s does not belong to a known game" % protocol)
     return {
         # Without its colours, a name may begin or end with a blank
         "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
@@ -6894,8 +6871,7 @@ def quake3_attributes(values, otherwise):
 def quake3_game_id(gamename, protocol=""):
     """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
 
-    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
-    because its servers use the gamename of Quake III."""
+    OpenArena's servers use the gamename of Quake III and another protocol number."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
     if game == "quake3arena" and protocol == "71":
@@ -6937,8 +6913,9 @@ def read_quake3_question(command, words):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
     for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        if word.startswith(b"gametype="):
+            _, _, number_or_name = word.partition(b"=")
+            gametype = decode_legacy(number_or_name)
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
     names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
@@ -7133,7 +7110,7 @@ class Quake3(PolledGame, UdpProtocol):
             packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
-        source, *_ = peer
+        source, _ = peer[:2]
         surplus_bytes = sum(map(len, packets)) - len(data)
         if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
@@ -7146,7 +7123,7 @@ class Quake3(PolledGame, UdpProtocol):
         if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        source, port, *_ = peer
+        source, port = peer[:2]
         target = self.poller.find(self, source, port)
         gamename = ""                   # a listed server has its gamename in the list
         if target is not None and self.listed_server(target) is not None:
@@ -7164,15 +7141,11 @@ class Quake3(PolledGame, UdpProtocol):
                 refused.port = port
                 raise
             self.registry.record_outcome(source, self.game, port, "announced", now)
+            # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
-        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        proven = "%s %s %d" % (gamename, source, port)
+        mac = self.cookie.make(proven.encode(), now)
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
-
-    @staticmethod
-    def proven_message(gamename, peer):
-        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
-        source, port, *_ = peer
-        return repr((gamename, source, port)).encode()
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat().
@@ -7180,24 +7153,35 @@ class Quake3(PolledGame, UdpProtocol):
         Raise Malformed if the challenge did not go there, or is too old, or if the contents are
         wrong."""
         challenge, values = read_quake3_info(data)
-        mac = b""
-        with contextlib.suppress(ValueError):
+        try:
             mac = base64.urlsafe_b64decode(challenge)
+        except ValueError:
+            mac = b""
         # The challenge does not say which gamename its MAC covers, so each of them is tried
+        source, port = peer[:2]
         for gamename in self.anonymous_gamenames:
-            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+            proven = "%s %s %d" % (gamename, source, port)
+            if self.cookie.is_valid(mac, proven.encode(), now):
                 break
         else:
             raise Malformed("no infoResponse to a getinfo of the last 2 s")
-        source, port, *_ = peer
         target = self.poller.find(self, source, port)
+        fingerprint = hash((peer, values))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if target is not None and server is not None:
+            # Nothing has changed since its last infoResponse
+            target.missed = 0
+            server.last_seen = now
+            return
         attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
         target.why = ANNOUNCED          # until now, perhaps only another list has named it
         # This proves that the server is there, as the answer to a poll would
         target.missed = 0
-        self.list_polled(target, attributes, now)
+        server = self.list_polled(target, attributes, now)
+        if server is not None:
+            self.registry.set_fingerprint(server, fingerprint)
 
     def listed_gamename(self, target):
         """Return the gamename of a target's server in the list, or "" if it is not listed."""
@@ -7231,7 +7215,8 @@ class Quake3(PolledGame, UdpProtocol):
                 shares.take(first_source)
         if shares.total >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        # A machine runs servers of one game, rarely of two. Anybody can have an IPv6 /48
+        full = shares.full(source, 4, site_sources=2)
         if full and not self.rules.exempts(source):
             raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
@@ -7300,7 +7285,7 @@ class Quake3(PolledGame, UdpProtocol):
     # Pages
 
     def mode_text(self, server):
-        if server.game in QUAKE3_MODE_GAMES:
+        if server.game in ("quake3arena", "openarena"):
             return QUAKE3_MODES.get(server.mode, server.mode)
         return server.mode
 
@@ -9375,14 +9360,10 @@ def without_gaps(counts):
     return [count for count in counts if count is not None]
 
 
-def number_text(number):
-    return format(number, ",")
-
-
 def count_text(number, noun):
     """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
     ending = "" if number == 1 else "s"
-    return "%s %s%s" % (number_text(number), noun, ending)
+    return "%s %s%s" % (format(number, ","), noun, ending)
 
 
 def render_page(context, title, template=PAGE, about="", path="", **values):
@@ -9446,12 +9427,12 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = number_text(sum(counts.values()))
+    total = format(sum(counts.values()), ",")
     tabs = [render_tab("/", "All games", chosen_game == "", total)]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = number_text(counts.get(game, 0))
+            count = format(counts.get(game, 0), ",")
             tabs.append(render_tab(link, title, game == chosen_game, count))
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
@@ -9473,7 +9454,7 @@ def render_search(list_filter, country_counts):
             code=code,
             checked=Html(" checked") if code in chosen else "",
             name=country_name(code),
-            count=number_text(counts[code])))
+            count=format(counts[code], ",")))
     # The function checkCountries() of the script has the same rule
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
@@ -9504,7 +9485,7 @@ def render_table(list_filter, total, rows, has_countries, contacts):
     state = ' class="%s"' % " ".join(classes) if classes else ""
     servers = count_text(total, "server")
     if total > PAGE_ROWS:
-        limit = number_text(PAGE_ROWS)
+        limit = format(PAGE_ROWS, ",")
         status = "The first %s of %s. Search by name to find the others." % (limit, servers)
     elif total:
         status = servers
@@ -9534,12 +9515,9 @@ def render_rows(context, servers, hourly_players, epoch, wall):
 
     `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
     difference between `wall` and the monotonic clock, by which servers were last seen."""
-    def render(server):
-        spark = render_sparkline(hourly_players.get(server.key, ()))
-        return render_server_row(context, server, spark)
-
     rows = []
-    row_pieces = cached_entries(servers, "row", render)
+    render_row = functools.partial(render_server_row, context, hourly_players)
+    row_pieces = cached_entries(servers, "row", render_row)
     for server, (before_seen, after_seen) in zip(servers, row_pieces):
         seen = server.last_seen + epoch
         age = age_text(wall - seen)
@@ -9547,11 +9525,10 @@ def render_rows(context, servers, hourly_players, epoch, wall):
     return Html("".join(rows))
 
 
-def render_server_row(context, server, spark):
+def render_server_row(context, hourly_players, server):
     """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
 
-    The time at which the server was last seen belongs between them; it changes more often. `spark`
-    is the server's sparkline."""
+    The time at which the server was last seen belongs between them; it changes more often."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
@@ -9561,6 +9538,7 @@ def render_server_row(context, server, spark):
     room = context.rooms.get(server.room, PLAIN_GAME)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
+    spark = render_sparkline(hourly_players.get(server.key, ()))
     limit = server.max_players
     row_class = ""
     if not server.players:
@@ -9793,7 +9771,7 @@ def render_chart(series, wall):
         points=count,
         line=line,
         area=area,
-        peak=number_text(round(peak, 1)),
+        peak=format(round(peak, 1), ","),
         peak_time=minute_text(series.start + peak_index * series.step),
         peak_x=chart_x(peak_share),
         peak_y=chart_y(peak / top),
@@ -9834,7 +9812,7 @@ def render_value_axis(peak):
             '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
             '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
-            text=number_text(tick),
+            text=format(tick, ","),
             long=" long" if top > 999 else "",          # see the style sheet
             kind="grid" if tick else "axis"))
     return top, marks
@@ -9978,9 +9956,6 @@ class HttpRequest:
     announced      the game and the port that the request announces, for the record of a refusal
     json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    method = ""
-    page = "/"
-    query_text = ""
     route = "none"
     headers: Mapping[str, str] = {}
     body = b""
@@ -9989,7 +9964,6 @@ class HttpRequest:
     json_field = False
     # After a malformed head nobody knows where the next request begins
     close_connection = True
-    now = wall = 0.0
 
     def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
@@ -10058,13 +10032,16 @@ class HttpRequest:
         return values
 
 
-def read_header_lines(lines):
+def read_header_lines(raw):
     """Return the values of header fields by their names in lower case. Raise HttpError.
 
     If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
     fields: Dict[str, str] = {}
-    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
-    for line in text.split("\n") if text else ():
+    text = raw.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    lines = text.split("\n") if text else []
+    if len(lines) > 100:                # browsers behind proxies send up to 40
+        raise HttpError(431, "There are more than 100 header lines.")
+    for line in lines:
         match = HEADER_LINE.fullmatch(line)
         if match is None:
             raise HttpError(400, "A header line is not NAME: VALUE.")
@@ -10490,8 +10467,9 @@ class Web(TcpProtocol):
 
 def query_number(request, name, high):
     """Return the number that a query has by this name, or 0 if it has none. Raise HttpError."""
+    text = request.query.get(name, "").strip()
     try:
-        return number_reader(0, high)(request.query.get(name, "").strip() or "0")
+        return number_reader(0, high)(text) if text else 0
     except ValueError as error:
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
@@ -10847,6 +10825,7 @@ ANNOUNCED_TEXTS = {
     "description": TEXT_CHARACTERS}
 ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
 ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
+TOO_MANY_FIELDS = "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX
 
 
 class OwnGame(Game):
@@ -10971,13 +10950,9 @@ def json_values(body):
     except Malformed as error:
         reason = '%s; expected one such as {"game": "hyperbol", "port": 27888}' % error
         raise Refused("bad packet", reason) from None
-    check_field_count(len(members))
+    if len(members) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     return {name: value for name, value in members.items() if value is not None}
-
-
-def check_field_count(count):
-    if count > ANNOUNCED_FIELDS_MAX:
-        raise Refused("bad packet", "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX)
 
 
 def form_values(body):
@@ -10985,7 +10960,8 @@ def form_values(body):
 
     If a name occurs twice, its last value counts."""
     pairs = body.split(b"&", ANNOUNCED_FIELDS_MAX)
-    check_field_count(len(pairs))
+    if len(pairs) > ANNOUNCED_FIELDS_MAX:
+        raise Refused("bad packet", TOO_MANY_FIELDS)
     values = {}
     for pair in pairs:
         # A character of a value takes twelve bytes at most: UTF-8 has up to four bytes for it, and
@@ -13693,7 +13669,7 @@ def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
     room.dialect = room.dialects[-1] if room.dialects else ""
     upstream_address = resolve_host(upstream.host)
     entries = fetch_list(room, upstream.host, upstream.port, upstream.tls, upstream_address,
-                         **upstream.choice())
+                         **dict(upstream.choice))
     entries = list(itertools.islice(with_pauses(entries), UPSTREAM_ADDRESSES))
     # With a low rate the next fetch may come before the last server was queried. In another order
     # each time, all of them get their turn
