@@ -9937,7 +9937,6 @@ class FromDisk(NamedTuple):
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(r"([!#-'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
-METHODS = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 # A weight of 0 refuses a coding (RFC 9110, 12.4.2)
 GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
@@ -9980,9 +9979,6 @@ class HttpRequest:
         if version not in (b"HTTP/1.0", b"HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
         self.method = method.decode("latin-1")
-        if self.method not in METHODS:
-            raise HttpError(501, "The method %s is not known." % self.method[:32])
-
         self.headers = read_header_lines(header_lines)
         # No name of a host has a comma, so a second line would show
         host = self.headers.get("host")
@@ -11140,8 +11136,7 @@ def current_outcomes(web, request, address, listed):
 
 
 def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about the packets that came from an address, as HTML, the latest first.
-    """
+    """Return the findings about an address's packets as HTML, the latest first."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():

@@ -7061,7 +7061,6 @@ class HttpTest(WebCase):
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
         (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "100"),
-        (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET /\r\n\r\n", 400, "METHOD PATH"),
@@ -7077,7 +7076,7 @@ class HttpTest(WebCase):
         (b"GET /server?game=x&address=192.0.2.1&port=1&span=x", 400, "week"),
         (b"GET /check?address=play.example.org", 400, "203.0.113.7"),
         (b"GET /history.json?game=iceball", 404, "no history"),
-        (b"DELETE /", 405, "GET"),
+        (b"DELETE /", 405, "GET"), (b"BREW /", 405, "GET"),
         (b"GET /announce", 405, "POST"),
     )
 
