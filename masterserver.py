@@ -33,8 +33,6 @@ only what stands above it:
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
 packets and a clock that the test moves. To add a game, see GAMES in section 10.
-
-Licence: MIT, see the end of README.md.
 """
 from __future__ import annotations
 
@@ -1014,7 +1012,7 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
     return value
 
 
-# Numbers and tables
+# Numbers
 
 def utc_datetime(wall):
     """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
@@ -1023,14 +1021,6 @@ def utc_datetime(wall):
 
 def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else min(value, high)
-
-
-def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest. Delete the oldest beyond `limit` keys."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > limit:
-        table.popitem(last=False)
 
 
 # Addresses
@@ -1314,12 +1304,6 @@ def ipv6_source_keys(address):
         network = ipaddress.IPv6Address(int(parsed) >> host_bits << host_bits)
         keys.append("%s/%d" % (network, prefix_bits))
     return tuple(keys)
-
-
-def source_limits(address, limit):
-    """Return pairs of a key of source_keys() and the limit that holds for it. `limit` holds for one
-    source."""
-    return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
 
 
 class Shares:
@@ -2535,7 +2519,7 @@ class Database:
 
     def _open(self):
         if self._is_damaged and os.path.exists(self.path):
-            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            changed = utc_datetime(os.path.getmtime(self.path))
             new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
@@ -2771,8 +2755,6 @@ class Database:
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-# An infinite lifetime is stored as a day, because a stored time must be finite
-INFINITE_LIFETIME_S = DAY
 
 # The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
@@ -2792,7 +2774,7 @@ def listed_row(server, epoch):
     last_seen = server.last_seen + epoch
     return ListedRow(
         server.game, server.address, server.port,
-        expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
+        expires=last_seen + min(server.lifetime, DAY),      # a stored time must be finite
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
         fields=fields)
@@ -2828,7 +2810,7 @@ def restored_server(row, now, wall):
     if fields.get("verified") not in VERIFICATIONS:
         return None
     lifetime = row.expires - row.last_seen
-    if lifetime > INFINITE_LIFETIME_S - 1:
+    if lifetime > DAY - 1:                  # it was infinite
         lifetime = math.inf if fields["verified"] == "query" else RESTORED_S
     server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
     server.confirmed = False
@@ -12502,7 +12484,10 @@ class News:
         if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
+        self.sent_at[server.key] = now
+        self.sent_at.move_to_end(server.key)
+        if len(self.sent_at) > KNOWN_SERVERS:
+            self.sent_at.popitem(last=False)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
@@ -13606,7 +13591,7 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
         return converse_by_http(conversation, (host, port, tls, address))
     deadline = time.monotonic() + LIST_S
     if room.fetched_over == "udp":
-        connected = udp_socket(address or host, port)
+        connected: Any = udp_socket(address or host, port)
     else:
         connected = socket.create_connection((address or host, port), CONNECT_S)
     with connected as sock:
@@ -13763,7 +13748,7 @@ class Upstreams:
 
         Servers that were found at a master which the ini does not name any more leave. All lists
         are then fetched anew, so those that another list names are found again at once."""
-        lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
+        lists_before: Dict[Any, Any] = {one.upstream: one for one in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if self.rooms[upstream.game].is_on(settings):
@@ -13799,16 +13784,18 @@ class Upstreams:
                 listed[upstream.game, upstream.name], upstream_list.trouble)
 
     def start_fetch(self, now):
-        """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
+        """Let the thread fetch the list that is due for the longest time, if one is."""
         interval = self.settings["upstream.interval"]
-        due = []
-        for upstream_list in self.lists:
+
+        def due_at(upstream_list):
             pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
-            if now >= upstream_list.tried_at + pause_s:
-                due.append(upstream_list)
-        if self.is_fetching or not due:
+            return upstream_list.tried_at + pause_s
+
+        if self.is_fetching or not self.lists:
             return
-        next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
+        next_list = min(self.lists, key=due_at)
+        if due_at(next_list) > now:
+            return
         next_list.tried_at = now
         self.is_fetching = True
         fetch = functools.partial(
@@ -14417,13 +14404,13 @@ class AnnouncedMaster:
 
     address = state = ""
     was_accepted: Optional[bool] = None
+    pause_s = RETRY_S               # the pause after the next failure
 
     def __init__(self, host, port, tls):
         self.host = host
         self.port = port
         self.tls = tls
         self.name = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # the pause after the next failure
 
     def set_state(self, state, level=logging.WARNING):
         """Set `state`, and log it if it has changed."""
@@ -14469,9 +14456,7 @@ class Announcement:
     can run only once. """
 
     failure = ""
-    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
-    # have interrupted the thread that holds the Event's lock
-    stopping = False
+    stopping = False                    # no threading.Event; see MasterServer.stopping
     has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
@@ -14485,8 +14470,7 @@ class Announcement:
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
-        # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
-        # as text
+        # SubSpace needs the next port too. The number may be given as text
         game_port = number_reader(1, 65534)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
@@ -14517,9 +14501,9 @@ class Announcement:
 
         Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
-            is_number = type(value) is int
-            if type(value) is not ANNOUNCED_ATTRIBUTES.get(name) or (
-                    is_number and not 0 <= value <= PLAYERS_MAX):
+            is_of_its_type = type(value) is ANNOUNCED_ATTRIBUTES.get(name)
+            is_out_of_range = type(value) is int and not 0 <= value <= PLAYERS_MAX
+            if not is_of_its_type or is_out_of_range:
                 raise ValueError("%s=%r cannot be announced" % (name, value))
             self.room.check_announced(name, value)
         for name, value in fields.items():
@@ -14601,9 +14585,8 @@ class Announcement:
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
 
-        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
-        if the master cannot be reached or closes the connection, Malformed if it breaks the
-        protocol, and MasterRefused if it refuses the server."""
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError,
+        Malformed, or MasterRefused if the master refuses the server."""
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
@@ -14619,10 +14602,9 @@ class Announcement:
                          lambda: self.stopping or time.monotonic() >= ends)
 
     def open_query_socket(self):
-        """Open the UDP port on which masters query the game server, and return its socket.
+        """Return a socket on the UDP port on which masters query the game server.
 
-        Return None if masters of this game do not query, or if the game server itself has the
-        port."""
+        Return None if masters of this game do not query, or if the game server has the port."""
         if self.room.answer is None:
             return None
         port = self.server.port + self.room.offset
@@ -14652,7 +14634,7 @@ class Announcement:
                 sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
-        """Announce the number of players in the last line of the file `players_from`."""
+        """Announce what the last line of the file `players_from` says."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()

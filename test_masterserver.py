@@ -10252,13 +10252,6 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual((place.tally.received, place.tally.errors, place.tally.malformed),
                              (4, 1, 1))
 
-    def test_limited_datagrams_are_not_read(self) -> None:
-        for place in self.ways():
-            place.limiter = ms.Limiter((0.001, 3))
-            game = self.send(place, *[b"\1%d" % number for number in range(5)])
-            self.assertEqual([game.recv(100) for _ in range(3)], [b"\0010", b"\0011", b"\0012"])
-            self.assertEqual((place.tally.limited, place.tally.sent), (2, 3))
-
     def test_a_flood_in_its_name_does_not_keep_out_what_a_server_repeats(self) -> None:
         for place in self.ways():
             core = make_core(limits__exempt="")
@@ -10597,17 +10590,17 @@ class HttpsTest(unittest.TestCase):
 
     def test_who_speaks_no_tls(self) -> None:
         server = self.start()
-        with connect(server, "https") as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
-            status, _, body, rest = split_response(read_all(client))
-        self.assertEqual((status, rest), (400, b""))
-        self.assertIn(b"This port speaks HTTPS", body)
-        for data in b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
+        plain = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+        for data in plain, b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
             with connect(server, "https") as client:
                 client.sendall(data)
                 with contextlib.suppress(OSError):      # it may be closed already
                     client.shutdown(socket.SHUT_WR)
-                    read_all(client)
+                    answer = read_all(client)
+            if data == plain:
+                status, _, body, rest = split_response(answer)
+                self.assertEqual((status, rest), (400, b""))
+                self.assertIn(b"This port speaks HTTPS", body)
         self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
         eventually(lambda: not server.connections)
 
@@ -10657,24 +10650,20 @@ class HttpsTest(unittest.TestCase):
         server = self.start(limits__servers_per_source="100000")
 
         def fill(now: float) -> None:
-            for number in range(9000):
+            for number in range(1, 9001):
                 server.registry.list_or_refresh(
-                    ("mygame", "203.0.113.9", 1 + number), "203.0.113.9", now, 600.0,
+                    ("mygame", "203.0.113.9", number), "203.0.113.9", now, 600.0,
                     {"name": "A server %d" % number, "map": "m" * 60, "description": "d" * 100})
         server.post(fill)
         eventually(lambda: server.registry.total >= 9000)
         client = self.connect(server)
         client.sendall(self.request("/servers.json"))
-        data = piece = client.recv(1 << 20)
-        while piece:
-            if len(data) < 1 << 20:
-                time.sleep(0.002)
-            piece = client.recv(1 << 20)
-            data += piece
-        status, _, body, rest = split_response(data)
-        self.assertEqual((status, rest), (200, b""))
-        self.assertGreater(len(body), 4 << 20)
-        self.assertEqual(len(json.loads(body)["servers"]), 9000)
+        pieces = [client.recv(1 << 20)]
+        while pieces[-1]:
+            time.sleep(0.002 if len(pieces) < 60 else 0)
+            pieces.append(client.recv(1 << 20))
+        status, _, body, rest = split_response(b"".join(pieces))
+        self.assertEqual((status, rest, len(json.loads(body)["servers"])), (200, b"", 9000))
 
     def test_clients_that_end_in_their_own_way(self) -> None:
         """With close_notify or without it, before and after an answer."""
@@ -11033,19 +11022,6 @@ class MasterServerTest(unittest.TestCase):
         with master() as server:
             eventually(lambda: server.next_tick)            # it waits, and hears at once
         self.assertLess(time.monotonic() - began, 2 * SOON_S)
-
-    def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
-        found: List[Tuple[str, bool]] = []
-        with mock.patch.object(ms, "host_addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
-                master() as server, self.assertLogs("masterserver") as logged:
-            server.post(lambda now: 1 // 0)                 # a fault ends nothing else
-            for host in "a", "b":
-                server.post(lambda now, host=host: server.host_names.resolve(
-                    host, lambda address, now: found.append(
-                        (address, threading.current_thread() is server.thread)), ""))
-            eventually(lambda: len(found) == 2)
-        self.assertEqual(found, [("203.0.113.9", True), ("", True)])
-        self.assertIn("ZeroDivisionError", logged.output[0])
 
     def test_addresses_of_a_host(self) -> None:
         entries = [(socket.AF_INET6, 0, 0, "", ("2001:db8::1", 0)),
@@ -13834,8 +13810,7 @@ class LogTest(unittest.TestCase):
         self.addCleanup(reads.set)
         began = time.monotonic()
         ms.log.info("line 0")
-        # From here on the writing thread takes nothing more out of the queue
-        self.assertTrue(writing.wait(SOON_S))
+        self.assertTrue(writing.wait(SOON_S))       # from here on nothing more is taken
         for number in range(1, 3000):
             ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
@@ -14527,11 +14502,7 @@ class Embedded(unittest.TestCase):
                 ({"http.template": "/nowhere/page.html"}, "template = /nowhere/page.html: ")):
             self.assertRaisesRegex(ms.SettingsError, words, ms.MasterServer, values)
 
-    def test_nothing_is_kept_unless_a_file_is_named(self) -> None:
-        """Nor do servers whose connections end with the program leave the list."""
-        unnamed = master()
-        self.addCleanup(unnamed.close)
-        self.assertIsNone(unnamed.database)
+    def test_servers_whose_connections_end_with_the_program_stay_in_the_saved_list(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             settings = {"server__database": os.path.join(folder, "db"), "aio__port": "0"}
             with master(**settings) as server, connect(server, "aio") as game:
