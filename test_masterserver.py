@@ -9986,11 +9986,17 @@ class WebhookTest(unittest.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def test_urls_that_cannot_be_reached(self):
-        for url, words in ((CLOSED, "ConnectionRefusedError"), ("SECRET", "ValueError"),
-                           ("http://no.invalid/", "gaierror"),
-                           ("http://127.0.0.1:1x/", "InvalidURL")):
-            self.assertEqual(ms.post_url(url, "text/plain", b"b"), (words, ""))
+    def test_what_a_url_answers(self):
+        for url, answer in (
+                (self.receiver.url + "/ok", ("204", "")),
+                (self.receiver.url + "/429", ("429", "2")),
+                (self.receiver.url + "/302", ("302", "")),      # which is not followed
+                (CLOSED, ("ConnectionRefusedError", "")), ("SECRET", ("ValueError", "")),
+                ("http://no.invalid/", ("gaierror", "")),
+                ("http://127.0.0.1:1x/", ("InvalidURL", ""))):
+            self.assertEqual(ms.post_url(url, "text/plain", b"b"), answer)
+        self.assertEqual([got[0] for got in self.receiver.got],
+                         ["POST /ok", "POST /429", "POST /302"])
 
     @needs_openssl
     def test_a_bad_certificate(self):
@@ -10003,29 +10009,15 @@ class WebhookTest(unittest.TestCase):
         self.assertEqual(self.receiver.got, [])
 
     def test_in_the_program(self):
-        """Hooks of every bad kind: one line of each in the log, announcements as before, the good
-        ones are told at once, and all of them once they work."""
+        """Announcements are answered and good webhooks told at once, though others hang or fail.
+        The log has one line of each that fails, and one when it works again."""
         hooks = {"ours": "discord %s/ok", "hang": "text %s/hang/SECRET",
-                 "moved": "text %s/302/SECRET", "none": "text %s/404/SECRET",
-                 "busy": "text %s/429/SECRET", "down": "json %s/500/SECRET"}
+                 "down": "text %s/404/SECRET", "busy": "json %s/429/SECRET"}
         settings = {"webhooks__" + name: hook % self.receiver.url for name, hook in hooks.items()}
-        open_url, given_up = urllib.request.OpenerDirector.open, threading.Event()
-        self.addCleanup(given_up.set)
-
-        def open_or_hang(opener, request, data=None, timeout=None):
-            """Who hangs does so until the test goes on, and is then given up soon; nobody else is,
-            however slow the machine."""
-            self.assertEqual(timeout, ms.WEBHOOK_S)
-            if "/hang/" in request.full_url:
-                given_up.wait(2 * SOON_S)
-                timeout = 0.1
-            return open_url(opener, request, data, timeout)
-        with mock.patch.object(urllib.request.OpenerDirector, "open", open_or_hang), \
-                mock.patch.multiple(ms, WEBHOOK_RETRY_S=0.1, TICK_S=0.1), \
+        with mock.patch.multiple(ms, WEBHOOK_RETRY_S=0.1, TICK_S=0.1), \
                 self.assertLogs("masterserver", "WARNING") as logged, \
                 master(http__ports="0", games__mygame="My Game", limits__requests="1000",
-                       limits__connections_open="999", notify__text="$players on $name",
-                       webhooks__gone="text " + CLOSED, **settings) as server:
+                       notify__text="$players on $name", **settings) as server:
             def announce(players):
                 body = b"game=mygame&port=5&name=A+name&players=%d" % players
                 answer = fetch(port_of(server, "http"), "/announce", method="POST", body=body)
@@ -10035,33 +10027,23 @@ class WebhookTest(unittest.TestCase):
             def told(path):
                 return [got for got in self.receiver.got if got[0].startswith("POST " + path)]
 
-            for players in 0, 1, 2:
+            for players in 0, 2, 3, 4:
                 announce(players)
-            eventually(lambda: told("/ok"))
-            for _ in range(50):                             # one hangs; all of these are answered
-                announce(3)
+            eventually(lambda: told("/ok") and len(told("/404")) == 3 and told("/hang"))
             self.assertEqual(json.loads(told("/ok")[0][1])["content"], "2 on A name")
-            self.assertEqual((len(told("/ok")), len(told("/hang"))), (1, 0))
-            given_up.set()
-            for path in "/302", "/404", "/500", "/hang":
-                eventually(lambda path=path: len(told(path)) == 3)
-            self.assertEqual([got for got in self.receiver.got
-                              if got[0].startswith(("POST /elsewhere", "GET"))], [])
-            eventually(lambda: len(logged.output) == 6)
+            self.assertEqual((len(told("/ok")), len(told("/hang"))), (1, 1))
             self.assertIn(b"masterserver_news_dropped_total 0\n",
                           fetch(port_of(server, "http"), "/metrics")[2])
+            eventually(lambda: told("/429"))
             self.receiver.works.set()
-            eventually(lambda: len(logged.output) == 7)         # works again by itself
-            for before, after in zip(told("/429"), told("/429")[1:]):
-                self.assertGreaterEqual(after[-1] - before[-1], 2.0)            # as it has asked
+            eventually(lambda: "busy answers: 204" in "".join(logged.output))
         eventually(lambda: "masterserver webhook ours" not in
                    [thread.name for thread in threading.enumerate()])
+        lines = "\n".join(logged.output)
         for secret in "SECRET", "127.0.0.1:%d" % self.receiver.server_address[1]:
-            self.assertNotIn(secret, "\n".join(logged.output))
-        found = " ".join(sorted(line.rpartition("webhook ")[2] for line in logged.output))
-        self.assertRegex(found, "^busy answers: 204 busy answers: 429 down answers: 500 gone "
-                                "answers: ConnectionRefusedError hang answers: [Tt]imeout(Error)? "
-                                "moved answers: 302 none answers: 404$")
+            self.assertNotIn(secret, lines)
+        self.assertEqual([lines.count(words) for words in (
+            "ours answers", "down answers: 404", "busy answers: 429")], [0, 1, 1])
 
     def test_the_command(self):
         good, bad = self.receiver.url + "/ok", self.receiver.url + "/404/SECRET"
@@ -10814,22 +10796,27 @@ class LimitsOnTheWireTest(unittest.TestCase):
                     game.recv(4096)
 
     def test_total_closes_the_idlest_and_servers_last(self) -> None:
-        with master(aio__port="0", limits__connections_total="8",
-                    limits__connections_open="100") as server, contextlib.ExitStack() as stack:
-            def client() -> socket.socket:
-                sock = stack.enter_context(connect(server, "aio"))
-                self.assertEqual(sock.recv(5), b"\1\0\0\0\0")
-                return sock
-            clients = [client() for _ in range(8)]
-            clients[0].sendall(b"13#A server#D#27010#%")        # published: kept, though the oldest
-            self.assertEqual(clients[0].recv(100), b"%SUCCESS#13#%")
-            clients[1].sendall(b"12#%\n")                       # not idle any more
-            self.assertEqual(clients[1].recv(4), b"%12#")
-            client()
-            self.assertEqual(read_all(clients[2]), b"")
-            clients[1].sendall(b"12#%\n")
-            self.assertTrue(clients[1].recv(4))
-            self.assertEqual((len(server.connections), server.registry.total), (8, 1))
+        """The total is that of the settings, or what the system's descriptors allow."""
+        def client() -> socket.socket:
+            sock = stack.enter_context(connect(server, "aio"))
+            self.assertEqual(sock.recv(5), b"\1\0\0\0\0")
+            return sock
+        for total, descriptors in (8, 999), (999, 8):
+            limit = mock.Mock(return_value=ms.DESCRIPTORS_KEPT + descriptors)
+            with contextlib.ExitStack() as stack, mock.patch.object(
+                    ms, "descriptor_limit", limit), master(
+                    aio__port="0", limits__connections_total=str(total),
+                    limits__connections_open="100") as server:
+                clients = [client() for _ in range(8)]
+                clients[0].sendall(b"13#A server#D#27010#%")    # published: kept, though the oldest
+                self.assertEqual(clients[0].recv(100), b"%SUCCESS#13#%")
+                clients[1].sendall(b"12#%\n")                   # not idle any more
+                self.assertEqual(clients[1].recv(4), b"%12#")
+                client()
+                self.assertEqual(read_all(clients[2]), b"")
+                clients[1].sendall(b"12#%\n")
+                self.assertTrue(clients[1].recv(4))
+                self.assertEqual((len(server.connections), server.registry.total), (8, 1))
 
     def test_connections_over_a_limit_push_nobody_out(self) -> None:
         with master(aio__port="0", limits__exempt="", limits__connections_total="8",
@@ -10862,14 +10849,6 @@ class LimitsOnTheWireTest(unittest.TestCase):
             listener.on_readable(2.0)
             self.assertEqual((len(client.recv(12)), server.health), (12, {}))
         self.assertEqual((accept.call_count, len(logged.records)), (4, 1))
-
-    def test_no_more_connections_than_descriptors(self) -> None:
-        with mock.patch.object(ms, "descriptor_limit", lambda: ms.DESCRIPTORS_KEPT + 3):
-            with master(hyperbol__port="0") as server, contextlib.ExitStack() as stack:
-                for _ in range(9):
-                    client = stack.enter_context(connect(server, "hyperbol"))
-                    self.assertEqual(len(client.recv(12)), 12)
-                self.assertLessEqual(len(server.connections), 3)
 
 
 class MasterServerTest(unittest.TestCase):
