@@ -997,17 +997,16 @@ def to_json(value):
     return ENCODER.encode(value).encode()
 
 
-# A table for bytes.translate() that keeps digits and replaces every other byte by a space
-DIGITS_ALONE = bytes(byte if chr(byte) in "0123456789" else 32 for byte in range(256))
+def read_integer(digits):
+    # The time of int() grows with the square of their number
+    if len(digits) > 400:
+        raise ValueError("too many digits")
+    return int(digits)
 
 
 def read_json_object(raw: bytes) -> Dict[str, Any]:
-    # A float has up to 309 digits before its point. The time of int() grows with their square
-    numbers = raw.translate(DIGITS_ALONE).split()
-    if max(map(len, numbers), default=0) > 400:
-        raise Malformed("more than 400 digits in a row")
     try:
-        value = json.loads(raw.decode("utf-8-sig"))
+        value = json.loads(raw.decode("utf-8-sig"), parse_int=read_integer)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -2260,12 +2259,12 @@ class ServerList(NamedTuple):
     the entries are sorted by ranking()."""
 
     entry: Callable[[Server], Any]
-    wanted: Optional[Callable[[Server], bool]] = None       # None: all
+    wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
     join: Callable[[Sequence[Any], float], Any] = concatenated
 
     def render(self, servers, now):
         if self.wanted:
-            servers = list(filter(self.wanted, servers))
+            servers = [server for server in servers if self.wanted(server)]
         return self.join(cached_entries(servers, self.entry, self.entry), now)
 
 
@@ -6006,14 +6005,10 @@ def list_pieces(zones, min_players):
 AIO_CONNECTED = b"\1\0\0\0\0"
 # The text greeting is sent after this time of silence, because clients of that dialect wait for it
 AIO_GREETING_S = 1.2
-# The longest pause between two keepalives of a server, which come every 20 to 40 s
-AIO_KEEPALIVE_S = 120.0
-# The master waits this long for a newline after `12#%`, which may come in a packet of its own
-AIO_NEWLINE_S = 0.2
 # For the list of another master. Those that speak the text dialect answer at once
 AIO_TEXT_S = 5.0
-# The count of players at the end of a published name, such as " [3/16]"
-AIO_COUNTER = re.compile(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$")
+# The master waits this long for a newline after `12#%`, which may come in a packet of its own
+AIO_NEWLINE_S = 0.2
 # The only entry of a list without servers, as in the document
 AIO_NOBODY = Server(
     "aio", "127.0.0.1", 27010, source="", now=0.0, lifetime=0.0,
@@ -6021,9 +6016,17 @@ AIO_NOBODY = Server(
     description="There are currently no available servers... Maybe host your own or wait later?:O")
 
 
-def aio_published_name(server):
-    """Return the name in the lists of this game, with the number of players that it may end in."""
-    return server.private.get("aio_published_name") or server.name
+def aio_counted_name(server):
+    """Return the name with the number of players, as it is published in the text dialect."""
+    if server.players or server.max_players:
+        return "%s [%d/%d]" % (server.name, server.players, server.max_players)
+    return server.name
+
+
+def aio_listed_name(server):
+    """Return the name in the lists of the older dialects. Framed servers, which have a version,
+    publish it without the number of players."""
+    return server.name if server.version else aio_counted_name(server)
 
 
 def aio_escape(text):
@@ -6148,12 +6151,12 @@ class AioText:
         if not end:
             return None
         size = len(message) + len(end)
-        kind, *_ = message.split(b"#", 1)
-        if kind != b"12":
+        if message != b"12":
             return size
-        if following:
-            return size + 1 if following[:1].isspace() else size
-        return size if now >= session.message_began + AIO_NEWLINE_S else None
+        if following[:1].isspace():
+            return size + 1
+        no_newline_follows = following or now >= session.message_began + AIO_NEWLINE_S
+        return size if no_newline_follows else None
 
     def answer(self, session, message, now):
         content, _, newline = message.partition(self.end)
@@ -6178,29 +6181,32 @@ class AioText:
 
     def publish(self, session, fields, now):
         """Answer a publish. In messages of the document an address precedes the port."""
-        *texts, port = map(aio_unescape, fields or [b""])
-        if len(texts) not in (2, 3) or not re.fullmatch(rb"[0-9]{1,5}", port):
+        if len(fields) not in (3, 4):
             raise Malformed("publish: not name, description, address (may be left out), port")
-        if session.publish_texts(texts, int(port), now):
-            return b""
-        return b"%SUCCESS#13#%"
+        *texts, port = map(aio_unescape, fields)
+        if not re.fullmatch(rb"[0-9]{1,5}", port):
+            raise Malformed("publish: the port is no number")
+        reason = session.publish_texts(texts, int(port), now)
+        return b"" if reason else b"%SUCCESS#13#%"
 
     # The lists, whose two forms share the entries of servers
 
     @staticmethod
     def entry(server):
         # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-        name = aio_published_name(server).replace("#", "\uff03").replace("%", "\uff05")
-        entry = "%s#%s#%s#%d#" % (
-            name, aio_escape(server.description), server.address, server.port)
+        name = aio_listed_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        description = aio_escape(server.description)
+        entry = "%s#%s#%s#%d#" % (name, description, server.address, server.port)
         return entry.encode("utf-8")
 
     def list(self, entries, now):
         return b"%12#" + b"".join(entries or [self.entry(AIO_NOBODY)]) + b"%"
 
     def document_list(self, entries, now):
-        numbered = [b"%d#%s" % pair for pair in enumerate(entries or [self.entry(AIO_NOBODY)])]
-        return b"%12#" + b"".join(numbered) + b"%"
+        numbered = []
+        for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
+            numbered.append(b"%d#" % number + entry)
+        return self.list(numbered, now)
 
     def fetch(self):
         data = yield from received_until(self.list_in, b"12#%\n", wait_s=AIO_TEXT_S)
@@ -6219,7 +6225,9 @@ class AioText:
                 servers.append({
                     "name": decode_utf8(name, TEXT_CHARACTERS),
                     "description": decode_utf8(description, TEXT_CHARACTERS),
-                    "address": decode_utf8(address), "port": int(port)})
+                    "address": decode_utf8(address),
+                    "port": int(port),
+                })
         return servers
 
     @staticmethod
@@ -6236,13 +6244,11 @@ class AioText:
 
     @staticmethod
     def publication(server):
-        """The number of players is a part of the name, as with the game's own servers."""
-        name = server.name
-        if server.players or server.max_players:
-            name += " [%d/%d]" % (server.players, server.max_players)
         # A "#" separates fields, and a "%" at the beginning of a field ends the message
-        texts = [text.replace("#", "<num>").lstrip("%") for text in (name, server.description)]
-        return ("13#%s#%s#%d#%%\n" % (*texts, server.port)).encode("utf-8")
+        name = aio_counted_name(server).replace("#", "<num>").lstrip("%")
+        description = server.description.replace("#", "<num>").lstrip("%")
+        message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
+        return message.encode("utf-8")
 
     def read_replies(self, data):
         """Return whether a master confirms the publication, and the bytes to read again with the
@@ -6286,7 +6292,7 @@ class AioBinary:
 
     @staticmethod
     def entry(server):
-        texts = "%s\0%s\0%s\0" % (aio_published_name(server), server.description, server.address)
+        texts = "%s\0%s\0%s\0" % (aio_listed_name(server), server.description, server.address)
         return texts.encode("utf-8") + aio_integer(server.port)
 
     def list(self, entries, now):
@@ -6334,16 +6340,12 @@ class AioFramed:
             return session.rendered("framed", now)
         if kind == AIO_PUBLISH and len(content) >= 2:
             port = int.from_bytes(content[:2], "little")
-            return self.result(kind, session.publish(port, {"private": NO_DETAILS}, now))
-        if kind == AIO_KEEPALIVE:
+            reason = session.publish(port, {}, now)
+        elif kind == AIO_KEEPALIVE:
             session.keep_alive(now)
             reason = "" if session.server else "nothing is published on this connection"
-            return self.result(kind, reason)
-        raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
-
-    @staticmethod
-    def result(kind, reason):
-        """Return the answer to a publish or keepalive, which is refused if there is a reason."""
+        else:
+            raise Malformed("type %s, %d bytes" % (kind.hex(), len(payload)))
         if reason:
             return aio_frame(AIO_REFUSED + kind + aio_string16(reason))
         return aio_frame(AIO_DONE + kind)
@@ -6360,28 +6362,28 @@ class AioFramed:
     def fetch(self):
         begin = len(AIO_CONNECTED)      # the greeting
 
-        def list_end(data):
+        def is_complete(data):
             size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return begin + size if size and len(data) >= begin + size else None
+            return size is not None and len(data) >= begin + size
 
-        data = yield from received_until(list_end, aio_frame(AIO_LIST))
-        if list_end(data) is None:
+        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
+        if not is_complete(data):
             raise Malformed("no list came before the end")
-        payload = aio_payload(data[begin:list_end(data)], LIST_BYTES)
+        payload = aio_payload(data[begin:], LIST_BYTES)
         if payload[:1] != AIO_LIST:
             raise Malformed("type: not a list")
         servers = []
-        offset = 3                      # the count of servers before the entries is redundant
-        while offset < len(payload):
-            port_at = offset + 1 + payload[offset]
-            address, port = payload[offset + 1:port_at], payload[port_at:port_at + 2]
-            offset = port_at + 2
-            if offset > len(payload):
-                raise Malformed("a list that is cut off")
-            if len(servers) == LIST_SERVERS:
-                raise Malformed("more than %d servers" % LIST_SERVERS)
-            servers.append(
-                {"address": decode_utf8(address), "port": int.from_bytes(port, "little")})
+        end = 3
+        for _ in range(int.from_bytes(payload[1:end], "little")):
+            start = end + 1
+            port_at = start + int.from_bytes(payload[end:start], "little")
+            end = port_at + 2
+            servers.append({
+                "address": decode_utf8(payload[start:port_at]),
+                "port": int.from_bytes(payload[port_at:end], "little"),
+            })
+        if end > len(payload):
+            raise Malformed("a list that is cut off")
         return servers
 
     @staticmethod
@@ -6411,24 +6413,15 @@ AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
 
 
 class AioSession(MessageSession):
-    """The connection of a game server or a player, in any dialect.
-
-    server           the listed server that this connection keeps in the list, or None
-    claimed_address  the address that the game server claims to have, if the rules believe it
-    published        the port and the attributes of Server of the last publish that was accepted
-    kept_alive_at    the time of the last keepalive; infinite before the first one"""
+    """The connection of a game server or a player, in any dialect."""
 
     idle_s = 330.0                  # without a listed server. Clients send something every 270 s
     dialect: Any = None             # None before the peer's first byte
-    server: Optional[Server] = None
-    claimed_address = ""
-    published: Any = None
-    kept_alive_at = math.inf
-
-    def __init__(self, room, address, now):
-        super().__init__(room, address, now)
-        self.number = next(room.session_numbers)        # the peer's id in the text greeting
-        self.greet_at = now + AIO_GREETING_S
+    is_greeted = False              # in the text dialect
+    server: Optional[Server] = None     # the listed server that this connection keeps in the list
+    claimed_address = ""            # of the game server, if the rules believe it
+    published: Any = None           # the port and attributes of the last publish that was accepted
+    kept_alive_at = math.inf        # the time of the last keepalive
 
     def opened(self, now):
         # Two dialects begin with it, and peers of the text dialect ignore it
@@ -6450,7 +6443,6 @@ class AioSession(MessageSession):
         return self.dialect.size(self, now)
 
     def message(self, message, now):
-        self.part_if_gone()
         return self.dialect.answer(self, message, now)
 
     def ended(self, now):
@@ -6458,13 +6450,14 @@ class AioSession(MessageSession):
         return self.receive(b"", now)
 
     def tick(self, now):
-        if self.dialect is None and now >= self.greet_at:
-            self.greet_at = math.inf
-            return b"%%1#%d#%%" % self.number
-        self.part_if_gone()
-        if self.server:
+        is_waiting = self.dialect is None and not self.is_greeted
+        if is_waiting and now >= self.message_began + AIO_GREETING_S:
+            self.is_greeted = True
+            return b"%1#0#%"
+        if self.server and self.registry.has(self.server):
             self.registry.confirm(self.server, now)
-            self.done = now >= self.kept_alive_at + AIO_KEEPALIVE_S
+            # Keepalives come every 20 to 40 s
+            self.done = now >= self.kept_alive_at + 120.0
         else:
             super().tick(now)
         # A `12#%` in the buffer is answered if no newline has come within AIO_NEWLINE_S
@@ -6475,11 +6468,6 @@ class AioSession(MessageSession):
         self.room.gone(self.server)
 
     # Requests in messages
-
-    def part_if_gone(self):
-        """Separate the connection from its server if that has left, for example after a ban."""
-        if self.server and not self.registry.has(self.server):
-            self.room.gone(self.server)
 
     def claim_address(self, claimed):
         """Note the address, in bytes, that the game server claims to have, if the rules believe it.
@@ -6505,36 +6493,39 @@ class AioSession(MessageSession):
     def publish_texts(self, texts, port, now):
         """Publish a server by its name, description and perhaps address, in bytes. As in publish().
 
-        A name may end with the number of players. This game's own lists show it with them."""
+        A name may end with the number of players, such as " [3/16]"."""
         name, description, *address = texts
         self.claim_address(b"".join(address))
         published_name = decode_legacy(name)
-        counter = AIO_COUNTER.search(published_name)
-        players, max_players = map(int, counter.groups()) if counter else (0, 0)
-        return self.publish(port, {
-            "name": AIO_COUNTER.sub("", published_name),
-            "private": {"aio_published_name": published_name},
+        players = max_players = 0
+        counter = re.search(r"(?:^| )\[([0-9]{1,5})/([0-9]{1,5})\]$", published_name)
+        if counter:
+            published_name = published_name[:counter.start()]
+            players, max_players = map(int, counter.groups())
+        fields = {
+            "name": published_name,
+            "version": "",
             "description": decode_legacy(description, TEXT_CHARACTERS),
             "players": clamp(players),
             "max_players": clamp(max_players),
-        }, now)
+        }
+        return self.publish(port, fields, now)
 
     def publish(self, port, fields, now):
         """List the game server of this connection at this port, with these attributes of Server.
 
         If this connection had listed a server at another address or port, that server leaves the
         list. Return "", or the reason why the server is refused."""
+        room = self.room
         key = self.listed_at(port)
-        if self.server and self.server.key != key:
+        listed = self.registry.get(*key)
+        if listed is not self.server:
             self.registry.remove_own(self.server)
-            self.room.gone(self.server)
-        name = fields.get("name")
-        if not name:
-            listed = self.registry.get(*key)
-            _, address, _ = key
-            name = listed.name if listed else endpoint_text(address, port)
+            room.gone(self.server)
+        _, address, _ = key
+        name = listed.name if listed else endpoint_text(address, port)
+        name = fields.get("name") or name
         try:
-            room = self.room
             if self.server is None and len(room.sessions) >= room.max_servers:
                 raise Refused("limit", "this master keeps connections to at most %d servers"
                               % room.max_servers)
@@ -6547,7 +6538,17 @@ class AioSession(MessageSession):
             return str(refused)
         self.published = port, fields
         if self.server is not server:
-            self.room.take_over(server, self)
+            room.gone(server)           # it may have had another connection
+            room.sessions[server] = self
+            self.server = server
+            self.kept = True
+            # If another list names the server, it has been polled until now
+            room.poller.remove(room.poller.find(room, self.address, port))
+            if self.dialect is AIO_FRAMED:
+                # The server is queried at the address that its connection comes from. If it is
+                # listed at another address, behind a router, this master may not reach it there
+                target = room.poller.add(room, self.address, port, ANNOUNCED)
+                target.server = server
         return ""
 
 
@@ -6584,14 +6585,12 @@ class Aio(PolledGame, TcpProtocol):
     ports = (Port("tcp"),)
     master_port = 27011
     contact = Contact("AIO servers", "master server %(host)s, port %(port)d")
-    private = {"aio_published_name": Private("")}
     announced_over = fetched_over = "tcp"
     dialects = "text", "framed"
     answer_lifetime_s = None            # the connection decides when a server leaves
     answer_numbers = Form("<I I H", "players max_players version")
 
     def __init__(self, master=None):
-        self.session_numbers = itertools.count()
         self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
         super().__init__(master)
 
@@ -6602,7 +6601,8 @@ class Aio(PolledGame, TcpProtocol):
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
         # A string16 has 65,535 bytes at most, and a character up to 4
         news = news.strip()[:16000]
-        self.text_news = ("%%NEWS#%s#%%" % aio_escape(news)).encode("utf-8", "replace")
+        text_news = "%%NEWS#%s#%%" % aio_escape(news)
+        self.text_news = text_news.encode("utf-8", "replace")
         self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
 
     def session(self, address, now):
@@ -6618,19 +6618,6 @@ class Aio(PolledGame, TcpProtocol):
 
     # Connected servers
 
-    def take_over(self, server, session):
-        """Let this connection, instead of any other, keep the server in the list."""
-        self.gone(server)
-        self.sessions[server] = session
-        session.server, session.kept = server, True
-        # If another list names the server, it has been polled until now
-        self.poller.remove(self.poller.find(self, session.address, server.port))
-        if session.dialect is AIO_FRAMED:
-            # The server is queried at the address that its connection comes from. If it is listed
-            # at another address, behind a router, this master may not reach it there
-            target = self.poller.add(self, session.address, server.port, ANNOUNCED)
-            target.server = server
-
     def gone(self, server):
         """Separate a server from its connection, and stop polling it.
 
@@ -6638,7 +6625,8 @@ class Aio(PolledGame, TcpProtocol):
         session = self.sessions.pop(server, None)
         if session is not None:
             self.poller.remove(self.poller.find(self, session.address, server.port))
-            session.server, session.kept = None, False
+            session.server = None
+            session.kept = False
 
     def resume(self, server):
         if server.found_at:             # the others have to connect again
@@ -6647,8 +6635,7 @@ class Aio(PolledGame, TcpProtocol):
     @classmethod
     def knows_players(cls, server):
         # A framed server is listed before it is queried
-        published_name = server.private.get("aio_published_name")
-        return bool(published_name or server.version or server.max_players)
+        return bool(server.version or server.max_players)
 
     # Queries to framed servers
 
@@ -6682,7 +6669,7 @@ class Aio(PolledGame, TcpProtocol):
     def list_polled(self, target, fields, now):
         if target.server is not None:
             name = fields["name"] or target.server.name
-            fields = {**fields, "name": name, "verified": "connection"}
+            fields.update(name=name, verified="connection")
         return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):
@@ -6708,7 +6695,8 @@ class Aio(PolledGame, TcpProtocol):
         In the text dialect a master that refuses a server does not say so. The reason may end
         later, so the server is published again with each keepalive."""
         dialect = self.spoken()
-        keepalive, received, state = b"", b"", ""
+        keepalive = received = b""
+        state = ""
         while True:
             is_heard = is_confirmed = False
             # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
@@ -6718,8 +6706,11 @@ class Aio(PolledGame, TcpProtocol):
                     raise ConnectionError("the master has closed the connection")
                 is_heard = True
                 confirms, received = dialect.read_replies(received + data)
-                is_confirmed = is_confirmed or confirms
-                data = yield Send(state="announced", accepted=True) if confirms else Send()
+                step = Send()
+                if confirms:
+                    is_confirmed = True
+                    step = Send(state="announced", accepted=True)
+                data = yield step
             if not is_heard:
                 raise ConnectionError("the master has fallen silent")
             keepalive = dialect.keepalive
@@ -6738,9 +6729,12 @@ class Aio(PolledGame, TcpProtocol):
     def query_answer(self, server, data):
         if data != self.question(None):
             raise Malformed("a query is the one byte 00")
-        version = clamp(int(server.version)) if server.version.isdecimal() else 0
+        version = int(server.version) if server.version.isdecimal() else 0
         numbers = self.answer_numbers.write(
-            players=server.players, max_players=server.max_players, version=version)
+            players=server.players,
+            max_players=server.max_players,
+            version=clamp(version),
+        )
         texts = aio_string16(server.name) + aio_string16(server.description)
         return zlib.compress(b"\0" + texts + numbers)
 
@@ -6768,8 +6762,6 @@ QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# The filter for any other game type begins with this. The game type's number or name follows
-QUAKE3_GAMETYPE = b"gametype="
 # A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
 QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
 # The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
@@ -6800,16 +6792,12 @@ QUAKE3_TITLES = {
     "nexuiz": "Nexuiz",
     "warsow": "Warsow",
 }
-# What the numbers of game types mean in the two games of QUAKE3_MODE_GAMES
+# What the numbers of game types mean in Quake III Arena and OpenArena
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-QUAKE3_MODE_GAMES = "quake3arena", "openarena"
 # A new game is one that is not named in the titles, the tags or the settings. At most this many may
 # be listed at a time, because each game has a tab on the page
 QUAKE3_MAX_NEW_GAMES = 64
-# One source may bring this many new games, because a machine runs servers of one game, rarely of
-# two. An IPv6 /48 may bring twice as many, because anybody can have one
-QUAKE3_GAMES_PER_SOURCE = 4
 # The keys of an infoResponse that are used, each with the text that stands for a missing value; a
 # value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
 QUAKE3_DEFAULTS = {
@@ -6834,12 +6822,12 @@ def read_quake3_info(data):
         raise Malformed("no infoResponse")
     if len(data) > QUAKE3_INFO_BYTES:
         raise Malformed("length: %d bytes" % len(data))
-    _, *pieces = data.split(b"\\")
-    pairs = dict(zip(pieces[::2], pieces[1::2]))
+    pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
+    pairs = dict(zip(pieces[1::2], pieces[2::2]))
     return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
 
 
-# The cache makes an answer that repeats the last one three times as fast. An entry has 2 kB
+# The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
 @functools.lru_cache(maxsize=4096)
 def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
@@ -6851,13 +6839,14 @@ def quake3_attributes(values, otherwise):
         is_missing = value is None or len(value) > 255
         info[key] = default if is_missing else decode_legacy(value)
     for key, pattern in QUAKE3_PATTERNS.items():
-        if info[key] is not None and not pattern.fullmatch(info[key]):
-            raise Malformed("%s: %a" % (key.decode(), info[key]))
+        text = info[key]
+        if text is not None and not pattern.fullmatch(text):
+            raise Malformed("%s: %a" % (key.decode(), text))
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
-        raise Malformed("gamename: missing, and protocol %s does not belong to a known game"
-                        % protocol)
+        raise Malformed(
+            "gamename: missing, and protocol %s does not belong to a known game" % protocol)
     return {
         # Without its colours, a name may begin or end with a blank
         "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
@@ -6873,8 +6862,7 @@ def quake3_attributes(values, otherwise):
 def quake3_game_id(gamename, protocol=""):
     """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
 
-    `protocol` is the protocol number as text, "" if it is not known. Only OpenArena needs it,
-    because its servers use the gamename of Quake III."""
+    OpenArena's servers use the gamename of Quake III and another protocol number."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
     if game == "quake3arena" and protocol == "71":
@@ -6916,8 +6904,9 @@ def read_quake3_question(command, words):
         raise Malformed("a question without the number of a protocol")
     gametype = ""                       # the last filter that names one counts
     for word in filters:
-        if word.startswith(QUAKE3_GAMETYPE):
-            gametype = decode_legacy(word[len(QUAKE3_GAMETYPE):])
+        if word.startswith(b"gametype="):
+            _, _, number_or_name = word.partition(b"=")
+            gametype = decode_legacy(number_or_name)
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
     names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
@@ -7112,7 +7101,7 @@ class Quake3(PolledGame, UdpProtocol):
             packets = self.answer_heartbeat(tag.decode("latin-1"), peer, now)
         else:
             packets = self.answer_question(command, words, peer, now)
-        source, *_ = peer
+        source, _ = peer[:2]
         surplus_bytes = sum(map(len, packets)) - len(data)
         if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
@@ -7125,7 +7114,7 @@ class Quake3(PolledGame, UdpProtocol):
         if the server may not be listed."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
-        source, port, *_ = peer
+        source, port = peer[:2]
         target = self.poller.find(self, source, port)
         gamename = ""                   # a listed server has its gamename in the list
         if target is not None and self.listed_server(target) is not None:
@@ -7143,15 +7132,11 @@ class Quake3(PolledGame, UdpProtocol):
                 refused.port = port
                 raise
             self.registry.record_outcome(source, self.game, port, "announced", now)
+            # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
-        mac = self.cookie.make(self.proven_message(gamename, peer), now)
+        proven = "%s %s %d" % (gamename, source, port)
+        mac = self.cookie.make(proven.encode(), now)
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
-
-    @staticmethod
-    def proven_message(gamename, peer):
-        # The gamename is that of the heartbeat's tag. As the MAC covers it, no state is kept for it
-        source, port, *_ = peer
-        return repr((gamename, source, port)).encode()
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat().
@@ -7159,24 +7144,35 @@ class Quake3(PolledGame, UdpProtocol):
         Raise Malformed if the challenge did not go there, or is too old, or if the contents are
         wrong."""
         challenge, values = read_quake3_info(data)
-        mac = b""
-        with contextlib.suppress(ValueError):
+        try:
             mac = base64.urlsafe_b64decode(challenge)
+        except ValueError:
+            mac = b""
         # The challenge does not say which gamename its MAC covers, so each of them is tried
+        source, port = peer[:2]
         for gamename in self.anonymous_gamenames:
-            if self.cookie.is_valid(mac, self.proven_message(gamename, peer), now):
+            proven = "%s %s %d" % (gamename, source, port)
+            if self.cookie.is_valid(mac, proven.encode(), now):
                 break
         else:
             raise Malformed("no infoResponse to a getinfo of the last 2 s")
-        source, port, *_ = peer
         target = self.poller.find(self, source, port)
+        fingerprint = hash((peer, values))
+        server = self.registry.by_fingerprint.get(fingerprint)
+        if target is not None and server is not None:
+            # Nothing has changed since its last infoResponse
+            target.missed = 0
+            server.last_seen = now
+            return
         attributes = quake3_attributes(values, self.listed_gamename(target) or gamename)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
         target.why = ANNOUNCED          # until now, perhaps only another list has named it
         # This proves that the server is there, as the answer to a poll would
         target.missed = 0
-        self.list_polled(target, attributes, now)
+        server = self.list_polled(target, attributes, now)
+        if server is not None:
+            self.registry.set_fingerprint(server, fingerprint)
 
     def listed_gamename(self, target):
         """Return the gamename of a target's server in the list, or "" if it is not listed."""
@@ -7210,7 +7206,8 @@ class Quake3(PolledGame, UdpProtocol):
                 shares.take(first_source)
         if shares.total >= QUAKE3_MAX_NEW_GAMES:
             raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
-        full = shares.full(source, QUAKE3_GAMES_PER_SOURCE, site_sources=2)
+        # A machine runs servers of one game, rarely of two. Anybody can have an IPv6 /48
+        full = shares.full(source, 4, site_sources=2)
         if full and not self.rules.exempts(source):
             raise Refused("limit", "at most %d new games of one source" % shares.counts[full])
         return game
@@ -7279,7 +7276,7 @@ class Quake3(PolledGame, UdpProtocol):
     # Pages
 
     def mode_text(self, server):
-        if server.game in QUAKE3_MODE_GAMES:
+        if server.game in ("quake3arena", "openarena"):
             return QUAKE3_MODES.get(server.mode, server.mode)
         return server.mode
 
@@ -9931,7 +9928,6 @@ class FromDisk(NamedTuple):
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(r"([!#-'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
-METHODS = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 # A weight of 0 refuses a coding (RFC 9110, 12.4.2)
 GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
@@ -9950,9 +9946,6 @@ class HttpRequest:
     announced      the game and the port that the request announces, for the record of a refusal
     json_field     whether it is an announcement in the form of a room with a json_field"""
 
-    method = ""
-    page = "/"
-    query_text = ""
     route = "none"
     headers: Mapping[str, str] = {}
     body = b""
@@ -9961,7 +9954,6 @@ class HttpRequest:
     json_field = False
     # After a malformed head nobody knows where the next request begins
     close_connection = True
-    now = wall = 0.0
 
     def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
@@ -9978,9 +9970,6 @@ class HttpRequest:
         if version not in (b"HTTP/1.0", b"HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
         self.method = method.decode("latin-1")
-        if self.method not in METHODS:
-            raise HttpError(501, "The method %s is not known." % self.method[:32])
-
         self.headers = read_header_lines(header_lines)
         # No name of a host has a comma, so a second line would show
         host = self.headers.get("host")
@@ -10030,13 +10019,16 @@ class HttpRequest:
         return values
 
 
-def read_header_lines(lines):
+def read_header_lines(raw):
     """Return the values of header fields by their names in lower case. Raise HttpError.
 
     If several lines have one name, their values are joined by commas (RFC 9110, 5.3)."""
     fields: Dict[str, str] = {}
-    text = lines.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
-    for line in text.split("\n") if text else ():
+    text = raw.decode("latin-1").replace("\r\n", "\n").rstrip("\n")
+    lines = text.split("\n") if text else []
+    if len(lines) > 100:                # browsers behind proxies send up to 40
+        raise HttpError(431, "There are more than 100 header lines.")
+    for line in lines:
         match = HEADER_LINE.fullmatch(line)
         if match is None:
             raise HttpError(400, "A header line is not NAME: VALUE.")
@@ -11135,8 +11127,7 @@ def current_outcomes(web, request, address, listed):
 
 
 def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about the packets that came from an address, as HTML, the latest first.
-    """
+    """Return the findings about an address's packets as HTML, the latest first."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
@@ -13630,7 +13621,7 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
         return converse_by_http(conversation, (host, port, tls, address))
     deadline = time.monotonic() + LIST_S
     if room.fetched_over == "udp":
-        connected = udp_socket(address or host, port)
+        connected: Any = udp_socket(address or host, port)
     else:
         connected = socket.create_connection((address or host, port), CONNECT_S)
     with connected as sock:
@@ -13787,7 +13778,7 @@ class Upstreams:
 
         Servers that were found at a master which the ini does not name any more leave. All lists
         are then fetched anew, so those that another list names are found again at once."""
-        lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
+        lists_before: Dict[Any, Any] = {one.upstream: one for one in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if self.rooms[upstream.game].is_on(settings):
@@ -13823,16 +13814,18 @@ class Upstreams:
                 listed[upstream.game, upstream.name], upstream_list.trouble)
 
     def start_fetch(self, now):
-        """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
+        """Let the thread fetch the list that is due for the longest time, if one is."""
         interval = self.settings["upstream.interval"]
-        due = []
-        for upstream_list in self.lists:
+
+        def due_at(upstream_list):
             pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
-            if now >= upstream_list.tried_at + pause_s:
-                due.append(upstream_list)
-        if self.is_fetching or not due:
+            return upstream_list.tried_at + pause_s
+
+        if self.is_fetching or not self.lists:
             return
-        next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
+        next_list = min(self.lists, key=due_at)
+        if due_at(next_list) > now:
+            return
         next_list.tried_at = now
         self.is_fetching = True
         fetch = functools.partial(
@@ -14441,13 +14434,13 @@ class AnnouncedMaster:
 
     address = state = ""
     was_accepted: Optional[bool] = None
+    pause_s = RETRY_S               # the pause after the next failure
 
     def __init__(self, host, port, tls):
         self.host = host
         self.port = port
         self.tls = tls
         self.name = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # the pause after the next failure
 
     def set_state(self, state, level=logging.WARNING):
         """Set `state`, and log it if it has changed."""
@@ -14493,9 +14486,7 @@ class Announcement:
     can run only once. """
 
     failure = ""
-    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
-    # have interrupted the thread that holds the Event's lock
-    stopping = False
+    stopping = False                    # no threading.Event; see MasterServer.stopping
     has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
@@ -14540,9 +14531,9 @@ class Announcement:
 
         Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
-            is_number = type(value) is int
-            if type(value) is not ANNOUNCED_ATTRIBUTES.get(name) or (
-                    is_number and not 0 <= value <= PLAYERS_MAX):
+            is_of_its_type = type(value) is ANNOUNCED_ATTRIBUTES.get(name)
+            is_out_of_range = type(value) is int and not 0 <= value <= PLAYERS_MAX
+            if not is_of_its_type or is_out_of_range:
                 raise ValueError("%s=%r cannot be announced" % (name, value))
             self.room.check_announced(name, value)
         for name, value in fields.items():
@@ -14624,9 +14615,8 @@ class Announcement:
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
 
-        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
-        if the master cannot be reached or closes the connection, Malformed if it breaks the
-        protocol, and MasterRefused if it refuses the server."""
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError,
+        Malformed, or MasterRefused if the master refuses the server."""
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
@@ -14642,10 +14632,9 @@ class Announcement:
                          lambda: self.stopping or time.monotonic() >= ends)
 
     def open_query_socket(self):
-        """Open the UDP port on which masters query the game server, and return its socket.
+        """Return a socket on the UDP port on which masters query the game server.
 
-        Return None if masters of this game do not query, or if the game server itself has the
-        port."""
+        Return None if masters of this game do not query, or if the game server has the port."""
         if self.room.answer is None:
             return None
         port = self.server.port + self.room.offset
@@ -14675,7 +14664,7 @@ class Announcement:
                 sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
-        """Announce the number of players in the last line of the file `players_from`."""
+        """Announce what the last line of the file `players_from` says."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()

@@ -3919,22 +3919,22 @@ class AioWorld:
         feed(session, data, now=now)
         return session
 
-    def ask(self, request, now=0.0):
+    def ask(self, request):
         """What a peer of its own gets for this; 0.2 s later if it takes a newline to tell."""
-        session = self.room.session("198.51.100.7", now)
-        return feed(session, request, now=now) + session.tick(now + 0.2)
+        session = self.room.session("198.51.100.7", 0.0)
+        return feed(session, request) + session.tick(0.2)
 
     def listed(self, *names):
         """These attributes of the listed servers."""
-        return [tuple(getattr(server, name) for name in names) if names[1:]
-                else getattr(server, names[0]) for server in self.registry.servers("aio")]
+        return [tuple(getattr(server, name) for name in names)
+                for server in self.registry.servers("aio")]
 
     def outcome(self, source, port=27010):
         return self.registry.outcome(source, "aio", port)[1:]
 
 
-def document_world(**settings):
-    return AioWorld((AIO_OFFICIAL, AIO_UNNAMED), **settings)
+def document_world():
+    return AioWorld((AIO_OFFICIAL, AIO_UNNAMED))
 
 
 class AioTest(unittest.TestCase):
@@ -3951,24 +3951,15 @@ class AioTest(unittest.TestCase):
 
     def test_traces_whole_and_in_every_split(self):
         for title, data, answer in AIO_TRACES:
-            for size in range(1, len(data) + 1):
-                with self.subTest(title, size=size):
-                    session = document_world().room.session("185.12.59.68", 0.0)
-                    self.assertEqual(feed(session, data, size) + session.tick(0.25), answer)
-            for at in range(1, len(data)):
+            pieces = [[data[at:at + size] for at in range(0, len(data), size)]
+                      for size in range(1, len(data) + 1)]
+            pieces += [[data[:at], data[at:]] for at in range(1, len(data))]
+            for split in pieces:
                 session = document_world().room.session("185.12.59.68", 0.0)
-                answers = feed(session, data[:at]) + feed(session, data[at:], now=0.1)
-                self.assertEqual(answers + session.tick(0.35), answer, title)
-
-    def test_one_answer_at_a_time(self):
-        """The rest waits until the peer has taken it; what has no answer stops nothing."""
-        for data, count in ((b"\x0c\x0c" + AIO_BINARY + b"\x0c", 3), (b"HI#%NEWS#%HI#%NEWS#%", 2),
-                            (AIO_FRAMED + AIO_KEEPALIVE * 3, 4)):
-            session = document_world().room.session("37.192.51.67", 0.0)
-            answers = [session.receive(data, 0.0)]
-            while answers[-1]:
-                answers.append(session.receive(b"", 0.0))
-            self.assertEqual(len(answers) - 1, count, data)
+                answers = [feed(session, piece, now=0.01 * number)
+                           for number, piece in enumerate(split)]
+                answers.append(session.tick(0.25 + 0.01 * len(split)))
+                self.assertEqual(b"".join(answers), answer, (title, split))
 
     def test_a_newline_tells_the_two_lists_apart(self):
         for method, *arguments, answer in (
@@ -3983,12 +3974,10 @@ class AioTest(unittest.TestCase):
 
     def test_greetings(self):
         aio = AioWorld()
-        for number in b"0", b"1":               # ids count up
-            silent = aio.room.session("198.51.100.7", 0.0)
-            self.assertEqual(silent.opened(0.0), AIO_GREETING)
-            self.assertEqual([silent.tick(now) for now in (1.1, 1.2, 1.3)],
-                             [b"", b"%1#" + number + b"#%", b""])
-            self.assertEqual(feed(silent, b"KEEPALIVE#%", now=2.0), b"%SUCCESS#KEEPALIVE#%")
+        silent = aio.room.session("198.51.100.7", 0.0)
+        self.assertEqual(silent.opened(0.0), AIO_GREETING)
+        self.assertEqual([silent.tick(now) for now in (1.1, 1.2, 1.3)], [b"", b"%1#0#%", b""])
+        self.assertEqual(feed(silent, b"KEEPALIVE#%", now=2.0), b"%SUCCESS#KEEPALIVE#%")
         for data in b"N", b"\x0d", b"\3":
             self.assertEqual(aio.peer(data).tick(1.2), b"")
 
@@ -3998,10 +3987,8 @@ class AioTest(unittest.TestCase):
         nobody = (b"No servers currently online :pepe:", b"There are currently no available"
                   b" servers... Maybe host your own or wait later?:O")
         for data, source, (name, description) in (
-                (b"13#best AIO server#100% fun#27010#%\n", "203.0.113.9", best),
                 (b"13#best AIO server#100<percent> fun#10.0.0.1#27010#%", "203.0.113.9", best),
                 (b"\x0dbest AIO server\x00100% fun\0\0\x14\x48\x01", "203.0.113.9", best),
-                (AIO_FRAMED, "203.0.113.9", (b"203.0.113.9:27010", b"")),
                 (AIO_FRAMED, "2001:db8::9", (b"[2001:db8::9]:27010", b"")),
                 (b"", "127.0.0.1", nobody)):
             aio, address = AioWorld(), source.encode()
@@ -4031,19 +4018,18 @@ class AioTest(unittest.TestCase):
         """(published, name, players, maximum, in this game's lists)"""
         for published, *facts, shown in (
                 (b"100% C<num> [bad] [7/32]", "100% C# [bad]", 7, 32, "100% C# [bad] [7/32]"),
-                (b"[1/2]", "203.0.113.9:27010", 1, 2, "[1/2]"),
-                (b"n [70000/99999]", "n", 65535, 65535, "n [70000/99999]"),
-                (b"n [9/8]", "n", 8, 8, "n [9/8]"), (b"n[1/2]", "n[1/2]", 0, 0, "n[1/2]"),
+                (b"[1/2]", "203.0.113.9:27010", 1, 2, "203.0.113.9:27010 [1/2]"),
+                (b"n [70000/99999]", "n", 65535, 65535, "n [65535/65535]"),
+                (b"n [9/8]", "n", 8, 8, "n [8/8]"), (b"n[1/2]", "n[1/2]", 0, 0, "n[1/2]"),
                 (b"n [1/2] x", "n [1/2] x", 0, 0, "n [1/2] x"),
                 (b"x" * 200, "x" * 128, 0, 0, "x" * 128), (b"caf\xe9", "café", 0, 0, "café")):
-            with self.subTest(published):
-                aio = AioWorld()
-                session = aio.peer(b"13#" + published + b"#a<num>b \xa9#27010#%")
-                self.assertEqual(aio.listed("name", "players", "max_players", "description"),
-                                 [(*facts, "a#b ©")])
-                text = shown.replace("#", "＃").replace("%", "％")
-                self.assertIn(("#%s#a<num>b ©#" % text).encode(), aio.ask(b"12#%\n"))
-                self.assertIn(("\0%s\0a#b ©\0" % shown).encode(), aio.ask(b"\x0c"))
+            aio = AioWorld()
+            session = aio.peer(b"13#" + published + b"#a<num>b \xa9#27010#%")
+            self.assertEqual(aio.listed("name", "players", "max_players", "description"),
+                             [(*facts, "a#b ©")])
+            text = shown.replace("#", "＃").replace("%", "％")
+            self.assertIn(("#%s#a<num>b ©#" % text).encode(), aio.ask(b"12#%\n"))
+            self.assertIn(("\0%s\0a#b ©\0" % shown).encode(), aio.ask(b"\x0c"))
         feed(session, b"13#K [2/9]#D#27010#%", now=1.0)         # somebody joined
         self.assertEqual(aio.listed("name", "players"), [("K", 2)])
 
@@ -4054,12 +4040,10 @@ class AioTest(unittest.TestCase):
                 ("203.0.113.9", b"13#N#D#198.51.100.66#27010#%", "203.0.113.9"),
                 ("203.0.113.9", b"SET_IP#198.51.100.66#%" + AIO_TEXT, "203.0.113.9"),
                 ("203.0.113.9", b"\x0dN\0D\x00198.51.100.66\0\x14\x48\x01", "203.0.113.9"),
-                ("127.0.0.1", AIO_TEXT, "198.51.100.1"),
                 ("127.0.0.1", AIO_FRAMED, "198.51.100.1"),
                 # icanhazip.com ends it so
                 ("127.0.0.1", b"13#N#D#203.0.113.7\n#27010#%", "203.0.113.7"),
                 ("127.0.0.1", b"\x0dN\0D\x00203.0.113.7\0\x14\x48\x01", "203.0.113.7"),
-                ("127.0.0.1", b"SET_IP#203.0.113.7#%" + AIO_TEXT, "203.0.113.7"),
                 # With the next keepalive it moves
                 ("127.0.0.1", AIO_TEXT + b"SET_IP#203.0.113.7#%KEEPALIVE#%", "203.0.113.7"),
                 ("127.0.0.1", b"SET_IP#203.0.113.7#%13#N [1/2]#D#2#%13#N#D#127.0.0.1#27010#%",
@@ -4068,11 +4052,10 @@ class AioTest(unittest.TestCase):
                 ("127.0.0.1", b"SET_IP#::ffff:203.0.113.7#%" + AIO_TEXT, "203.0.113.7"),
                 ("192.168.1.5", AIO_TEXT, "198.51.100.2"),
                 ("10.1.2.3", b"13#N#D#203.0.113.7#27010#%", "203.0.113.7")):
-            with self.subTest(source=source, data=data):
-                aio = AioWorld(server__public_address="198.51.100.1",
-                               **{"address_map.192.168.1.5": "198.51.100.2"})
-                aio.peer(data, source)
-                self.assertEqual(aio.listed("address", "port"), [(address, 27010)])
+            aio = AioWorld(server__public_address="198.51.100.1",
+                           **{"address_map.192.168.1.5": "198.51.100.2"})
+            aio.peer(data, source)
+            self.assertEqual(aio.listed("address", "port"), [(address, 27010)], data)
 
     def test_the_newer_connection_has_the_server(self):
         for publish in AIO_TEXT, AIO_BINARY, AIO_FRAMED:
@@ -4081,14 +4064,11 @@ class AioTest(unittest.TestCase):
             feed(old, b"KEEPALIVE#%" if publish is AIO_TEXT else b"")       # that takes nothing
             self.assertEqual((old.kept, new.kept), (False, True))
             old.closed(2.0)
-            self.assertEqual(aio.listed("port"), [27010])
+            self.assertEqual(aio.listed("port"), [(27010,)])
             self.assertEqual(len(aio.poller.targets), publish is AIO_FRAMED)
             new.closed(3.0)
             self.assertEqual((aio.registry.total, aio.room.sessions, aio.poller.targets),
                              (0, {}, {}))
-        aio.peer(b"13#N [1/2]#D#27010#%")
-        aio.peer(AIO_FRAMED)                    # the text generation's name is no more
-        self.assertIn(b"%12#N#D#", aio.ask(b"12#%\n"))
         feed(aio.peer(AIO_TEXT), b"13#M#D#27011#%")             # it has another port now
         self.assertEqual(aio.listed("name", "port"), [("M", 27011)])
 
@@ -4097,16 +4077,13 @@ class AioTest(unittest.TestCase):
         for publish, name in ((AIO_FRAMED, "My server"), (AIO_TEXT, "N")):
             aio = AioWorld()
             for port in 27010, 27011:
-                server = ms.Server("aio", "203.0.113.9", port, "203.0.113.9", 0.0, 60.0,
-                                   "My server")
-                server.confirmed = False
+                server = ms.Server(
+                    "aio", "203.0.113.9", port, "203.0.113.9", 0.0, 60.0, "My server")
                 aio.registry.insert(server)
                 aio.room.resume(server)
-            self.assertEqual(aio.ask(b"12#%\n").count(b"#My server#"), 2)
             aio.peer(publish, now=1.0)
             aio.registry.expire(1000.0)
-            self.assertEqual(aio.listed("name", "confirmed", "verified"),
-                             [(name, True, "connection")])
+            self.assertEqual(aio.listed("name", "verified"), [(name, "connection")])
 
     def test_refusals(self):
         """(source, what it sends, the answer, what /check says of which port)"""
@@ -4126,7 +4103,6 @@ class AioTest(unittest.TestCase):
             self.assertEqual((aio.outcome(source, port)[0], refused.kept), (outcome, False), data)
         feed(session, b"13#Casino#D#27010#%")       # the one that is listed stays as it is
         self.assertEqual(aio.listed("source", "name"), [("198.51.100.9", "N")])
-        self.assertEqual(aio.outcome("198.51.100.9")[0], "name")
 
     def test_how_long_a_connection_lasts(self):
         """(what it sends at 0, what at 100, when it is still there, when it is not)"""
@@ -4139,16 +4115,15 @@ class AioTest(unittest.TestCase):
                 (text_keepalive, b"KEEPALIVE#%\n", 219, 220),
                 (text_keepalive, b"NEWS#%\n", 119, 120),    # only keepalives keep it
                 (AIO_TEXT, b"", 86400, 0), (AIO_BINARY, b"", 86400, 0)):
-            with self.subTest(data, more=more):
-                aio = AioWorld()
-                session = aio.peer(data)
-                feed(session, more, now=100.0)
-                for now in there, gone:
-                    session.tick(now)
-                    self.assertEqual(session.done, now == gone > 0)
-                self.assertEqual(aio.listed("last_seen"), [gone] * aio.registry.total)
-                session.closed(gone)
-                self.assertEqual(aio.registry.total, 0)
+            aio = AioWorld()
+            session = aio.peer(data)
+            feed(session, more, now=100.0)
+            for now in there, gone:
+                session.tick(now)
+                self.assertEqual(session.done, now == gone > 0, (data, more))
+            self.assertEqual(aio.listed("last_seen"), [(gone,)] * aio.registry.total)
+            session.closed(gone)
+            self.assertEqual(aio.registry.total, 0)
 
     def test_malformed_messages(self):
         bomb = zlib.compress(bytes(100 << 20), 9)
@@ -4157,63 +4132,50 @@ class AioTest(unittest.TestCase):
                 b"\x80", b"%", b"\0\0\0\0", b"\x16\3\1\2\0", hexa("02000000 09 00"),
                 b"\x0c\x0e", b"A" * 9000, b"\x0d" + b"A" * 9000, b"HI#" + b"A" * 9000 + b"#%",
                 b"\1\0\xff\0", AIO_KEEPALIVE + bytes(4), hexa("01000000 04 01200000") + bytes(8193),
-                b"13#N#D#%", b"13#N#D#1.2.3.4#5#6#%", b"13#N#D#-1#%", "13#N#D#२७#%".encode(),
-                b"13#N#D#270100#%", hexa("02000000 03 82"), http + AIO_TEXT,
-                hexa("01000002 04"), hexa("08000001 789c636060600000"),
-                hexa("05000001 0000000000"), hexa("01000000 04 401f0001") + bomb[:8000]):
+                b"13#%", b"13#N#D#%", b"13#N#D#1.2.3.4#5#6#%", b"13#N#D#-1#%",
+                "13#N#D#२७#%".encode(), b"13#N#D#270100#%", hexa("02000000 03 82"),
+                http + AIO_TEXT, hexa("01000002 04"), hexa("08000001 789c636060600000"),
+                hexa("05000001 0000000000"), hexa("01000000 04 401f0001") + bomb[:8000],
+                AIO_TEXT + b"13#%KEEPALIVE#%"):         # its server leaves
             session = document_world().room.session("203.0.113.9", 0.0)
             with self.subTest(data[:20]):
                 tracemalloc.start()
                 self.assertRaises(ms.Malformed, feed, session, data, 4096)
                 self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
                 tracemalloc.stop()
+                session.closed(0.0)
                 self.assertEqual((session.registry.total, session.game), (2, "aio"))
-        # What came before it is answered; then the connection ends, and its server leaves
-        session = document_world().room.session("203.0.113.9", 0.0)
-        self.assertEqual(session.receive(AIO_TEXT + b"13#%KEEPALIVE#%", 0.0), b"%SUCCESS#13#%")
-        self.assertRaises(ms.Malformed, session.receive, b"", 0.0)
-        session.closed(0.0)
-        self.assertEqual(session.registry.total, 2)
 
     def test_limits(self):
         """(what it sends again and again, how often it may)"""
         for data, most, words in (
                 (b"\x0c", 3, "requests"), (b"12#%\n", 3, "requests"),
-                (hexa("01000000 02"), 3, "requests"), (b"NEWS#%", 5, "messages"),
-                (b"HI#%", 5, "messages"), (AIO_TEXT, 5, "messages"), (AIO_BINARY, 5, "messages"),
-                (AIO_FRAMED, 5, "messages")):
-            with self.subTest(data):
-                aio = AioWorld(limits__requests="1/3", limits__datagrams="1/5")
-                session = aio.peer(data * most)
-                self.assertRaisesRegex(ms.Malformed, "too many " + words, feed, session, data)
-                aio.peer(data * 100, "127.0.0.1")                       # it is exempt
+                (hexa("01000000 02"), 3, "requests"), (b"HI#%", 5, "messages"),
+                (AIO_BINARY, 5, "messages"), (AIO_FRAMED, 5, "messages")):
+            aio = AioWorld(limits__requests="1/3", limits__datagrams="1/5")
+            session = aio.peer(data * most)
+            self.assertRaisesRegex(ms.Malformed, "too many " + words, feed, session, data)
+            aio.peer(data * 100, "127.0.0.1")                       # it is exempt
 
     def test_query(self):
+        """It goes to the source: what the lists show may lead elsewhere from behind the router."""
         aio = AioWorld(**{"address_map.192.168.1.5": "198.51.100.2"})
         peer = "192.168.1.5", 27010
-        session = aio.peer(AIO_FRAMED, peer[0])
-        self.assertEqual(aio.listed("name"), ["198.51.100.2:27010"])
-        self.assertRaises(ms.Malformed, aio.poller.datagram, aio.answer, peer, 0.5)     # unasked
-        # To the source: what the lists show may lead elsewhere from behind the router
+        aio.peer(AIO_FRAMED, peer[0])
+        self.assertEqual(aio.listed("name"), [("198.51.100.2:27010",)])
         self.assertEqual(aio.poller.tick(1.0), [(aio.question, peer)])
         for bad in aio.wrong_answers:
             tracemalloc.start()
             self.assertRaises(ms.Malformed, aio.poller.datagram, bad, peer, 1.0)
             self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
             tracemalloc.stop()
-        other = "192.168.1.6", 27010
-        self.assertRaises(ms.Malformed, aio.poller.datagram, aio.answer, other, 1.04)
-        self.assertEqual(aio.poller.datagram(aio.answer, peer, 1.04), [])
-        listed = [(*aio.answered.values(), 40, "connection")]
-        self.assertEqual(aio.listed(*aio.answered, "ping_ms", "verified"), listed)
-        self.assertIn(b"#My server#Fun!#198.51.100.2#27010#", aio.ask(b"12#%\n"))
+        aio.poller.datagram(aio.answer, peer, 1.04)
         for now in range(30, 600):              # silent from now on; its connection is there
             aio.poller.tick(float(now))
-        self.assertEqual(aio.listed(*aio.answered, "ping_ms", "verified"), listed)
+        self.assertEqual(aio.listed(*aio.answered, "address", "ping_ms", "verified"),
+                         [(*aio.answered.values(), "198.51.100.2", 40, "connection")])
         self.assertEqual((len(aio.poller.targets), aio.outcome(peer[0])),
                          (1, ("silent", "no answer from UDP port 27010")))
-        session.closed(600.0)
-        self.assertEqual((aio.registry.total, aio.poller.targets), (0, {}))
 
     def test_names_in_answers(self):
         """(name and description in the answer, as they are listed)"""
@@ -4251,28 +4213,30 @@ class AioTest(unittest.TestCase):
     def test_servers_that_are_listed_again(self):
         """At the next keepalive or publish, once its address or a ban has changed, or the newer
         connection that had it has ended."""
-        for data, again in ((b"13#K [3/9]#D#2#%\n", b"KEEPALIVE#%\n"),
-                            (hexa("03000000 03 0200"), AIO_KEEPALIVE),
-                            (b"13#K [3/9]#D#2#%\n", b"13#K [3/9]#D#2#%\n")):
+        text = b"13#K [3/9]#D#2#%\n"
+        for data, again in ((text, b"KEEPALIVE#%\n"), (text, text),
+                            (hexa("03000000 03 0200"), AIO_KEEPALIVE)):
             aio = AioWorld()
             session = aio.peer(data, "127.0.0.1")
-            is_framed = session.dialect is ms.AIO_FRAMED
             for settings, places in (
                     ({"server__public_address": "203.0.113.5"}, [("203.0.113.5", 2)]),
                     ({"bans.127.0.0.1": "test"}, []), ({}, [("127.0.0.1", 2)])):
                 reload(aio.core, aio.room, **settings)
+                self.assertEqual(aio.registry.total, 0)
                 session.tick(1.0)
-                self.assertEqual((aio.registry.total, session.kept, aio.poller.targets),
-                                 (0, False, {}))
                 feed(session, again, now=1.0)
                 self.assertEqual(aio.listed("address", "port"), places)
+                for event, server in changes_of(aio.registry):  # the program reads them later
+                    if event == "gone":
+                        aio.room.gone(server)
+                is_polled = places and session.dialect is ms.AIO_FRAMED
                 self.assertEqual((session.kept, len(aio.poller.targets)),
-                                 (bool(places), bool(places and is_framed)))
+                                 (bool(places), bool(is_polled)))
         aio = AioWorld()
         first, second = aio.peer(b"13#J#D#1#%13#K#D#2#%\n"), aio.peer(b"13#K#D#2#%\n")
         second.closed(2.0)
         feed(first, b"KEEPALIVE#%\n", now=3.0)
-        self.assertEqual((first.kept, aio.listed("name")), (True, ["K"]))
+        self.assertEqual((first.kept, aio.listed("name")), (True, [("K",)]))
 
     def test_servers_leave_connections_to_others(self):
         """Half of all connections; a listed server never has to make room for a new one."""
@@ -4327,10 +4291,8 @@ class AioTools(unittest.TestCase):
                 self.assertEqual(step[:2], (alive + published, 30.0))
                 self.assertEqual("does not confirm" in step.state, not confirms)
             self.assertRaisesRegex(ConnectionError, "fallen silent", conversation.send, None)
-            conversation, _ = self.conversation(dialect, self.server(**fields))
-            self.assertRaisesRegex(ConnectionError, "closed", conversation.send, b"")
-        for fields, dialect in (({"name": "court"}, "text"), ({}, "framed")):
-            self.assertEqual(ms.Aio().default_dialect(fields), dialect)
+        conversation, _ = self.conversation(dialect, self.server())
+        self.assertRaisesRegex(ConnectionError, "closed", conversation.send, b"")
 
     def test_frames_that_refuse_or_cannot_be_read(self):
         packed = zlib.compress(b"\6\3\6\0banned")
@@ -4350,16 +4312,13 @@ class AioTools(unittest.TestCase):
             answer = room.answer(server, b"\0")
             self.assertEqual(zlib.decompress(answer), hexa(
                 "00 0300 6ec3a9 0100 64 03000000 10000000" + number))
-            self.assertEqual(room.read_answer(None, answer)["name"], "né")
         for query in (b"", b"\1", b"\0\0"):
             self.assertRaises(ms.Malformed, room.answer, server, query)
         room.dialect = "text"
         self.assertIsNone(room.answer)          # nobody asks
 
     def fetch(self, dialect, data):
-        conversation, step = self.conversation(dialect)
-        question = b"12#%\n" if dialect == "text" else hexa("01000000 02")
-        self.assertEqual(step.data, question)
+        conversation, _ = self.conversation(dialect)
         try:
             self.steps(conversation, AIO_GREETING + data)
             conversation.send(b"")
@@ -4386,8 +4345,8 @@ class AioTools(unittest.TestCase):
                                  for port in (b"port", b"", b"-1", b"70000", b"123456")),
                 ("text", b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"),
                 ("framed", b""), ("framed", AIO_GREETING), ("framed", hexa("00000000")),
-                ("framed", hexa("0a000000 020100 05") + b"1.2.3\1"),
-                ("framed", hexa("0c000000 020100") + hexa("000500") * 3)):
+                ("framed", AIO_FRAMED_LIST[:-1]), ("framed", hexa("03000000 020100")),
+                ("framed", hexa("0a000000 020100 05") + b"1.2.3\1")):
             with mock.patch.object(ms, "LIST_SERVERS", 2):
                 self.assertRaises(ms.Malformed, self.fetch, dialect, data)
 
@@ -4407,16 +4366,14 @@ class AioScenario(unittest.TestCase):
         with self.connect() as sock:
             sock.sendall(request)
             sock.shutdown(socket.SHUT_WR)
-            return re.sub(rb"^%1#\d+#%", b"", read_all(sock))
+            return re.sub(rb"^%1#0#%", b"", read_all(sock))
 
     def test_all_generations_at_once(self):
-        with contextlib.ExitStack() as stack:
-            game = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        with RunningServer("-v", start=HURRIED, aio__port="0", http__ports="0") as self.server, \
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
             game.bind(("127.0.0.1", 0))
             game.settimeout(SOON_S)
             port = game.getsockname()[1]
-            self.server = stack.enter_context(RunningServer(
-                "-v", start=HURRIED, aio__port="0", http__ports="0"))
             text = self.connect()
             self.assertEqual(text.recv(6), b"%1#0#%")
             binary, framed = self.connect(), self.connect()
@@ -4429,11 +4386,7 @@ class AioScenario(unittest.TestCase):
             parts = [b"My server#Fun!#127.0.0.1#%d#" % port, b"Text [1/8]#D#127.0.0.1#1001#",
                      b"Binary#D#127.0.0.1#1002#"]
             eventually(lambda: self.ask(b"12#%\n") == b"%12#" + b"".join(parts) + b"%")
-            for request in AIO_LISTS:
-                self.assertEqual(self.ask(request).count(b"127.0.0.1"), 3, request)
             self.assertEqual(self.ask(b"\x80"), b"")
-            check = fetch(self.server.port("http"), "/check?address=127.0.0.1")[2]
-            self.assertIn(b"the first byte, 80, is of no dialect", check)
             many = self.ask(b"\x0c" * 1000)     # one read; the peer sends no more
             self.assertEqual(many.count(b"My server"), 1000)
             for leaving, part in zip((framed, text, binary), parts):
@@ -7107,7 +7060,7 @@ class HttpTest(WebCase):
         (b"POST / HTTP/1.0\r\nContent-Length: 65537\r\n\r\n", 413, "65536"),
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
-        (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
+        (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "100"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET /\r\n\r\n", 400, "METHOD PATH"),
@@ -7123,7 +7076,7 @@ class HttpTest(WebCase):
         (b"GET /server?game=x&address=192.0.2.1&port=1&span=x", 400, "week"),
         (b"GET /check?address=play.example.org", 400, "203.0.113.7"),
         (b"GET /history.json?game=iceball", 404, "no history"),
-        (b"DELETE /", 405, "GET"),
+        (b"DELETE /", 405, "GET"), (b"BREW /", 405, "GET"),
         (b"GET /announce", 405, "POST"),
     )
 
@@ -8109,7 +8062,7 @@ class AnnounceTest(WebCase):
                 (b'{"game":"mygame","port":1,"action":"jump"}', "action"),
                 (b'["game"]', "object"), (b'{"game":', "JSON"),
                 # int() would take the square of their length, where Python does not refuse them
-                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "more than 400 digits"),
+                (b'{"game":"mygame","port":[-%s]}' % (b"9" * 4000), "JSON"),
                 (b"\xff\xfe{}", "JSON"), (b"[" * 16000, "JSON")):
             with self.subTest(body=body[:60]):
                 is_form = b"=" in body or not body
@@ -8818,10 +8771,10 @@ class DdnetTest(WebCase):
             ("info: a number or a text that JSON", {"x": math.nan}),
             ("info: a number or a text that JSON", {"x": math.inf}))]
         rows += [("not a JSON object", body) for body in (
-            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, DDNET_INFO[:-1],
-            DDNET_INFO + b"x")]
+            b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, b"9" * 5000,
+            DDNET_INFO[:-1], DDNET_INFO + b"x")]
         rows += [
-            ("max_clients", b"{}"), ("more than 400 digits", b"9" * 5000),
+            ("max_clients", b"{}"),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
             ("info: a number or a text that JSON", DDNET_INFO.replace(b"1082711", b"1e999")),
             # Each of these takes 18 characters when Python writes it
@@ -9648,42 +9601,32 @@ class CountryFileOfTheProgram(unittest.TestCase):
         listed = server.registry.list_or_refresh(
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
         changes_of(server.registry)
-        now = 0.0
-
-        def run():
-            """What the loop does in some seconds."""
-            nonlocal now
-            now += 10.0
-            server.tick(now)
-            server.tick(now + 1.0)
-
-        nl, pl = (simple_country_file({"203.0.113.0/24": code}) for code in ("NL", "PL"))
-        damaged = mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5))
-        for raw, country, line, trouble in (
-                (nl, "nl", "file with countries read", None),
+        no_trouble = ""
+        for now, (raw, country, line, trouble) in enumerate((
+                (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read", no_trouble),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (damaged, "", "the file is damaged: a value", "the file is damaged: a value"),
-                (pl, "pl", "file with countries read", None)):
+                (mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5)), "", "is damaged: a value",
+                 "the file is damaged: a value"),
+                (simple_country_file({"203.0.113.0/24": "PL"}), "pl", "countries read",
+                 no_trouble))):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
-                run()
-                run()
-            self.assertEqual(listed.country, country)
-            lines = [text for text in logged.output
-                     if "settings read again" not in text and "aio listed" not in text]
-            self.assertRegex(lines[-1], line)
-            self.assertEqual(len(lines), 2 if raw is damaged else 1, lines)
-            self.assertIn(trouble or "", server.health.get("countries", ""))
-            self.assertEqual("countries" in server.health, trouble is not None)
+                for later in 10, 11, 20, 21:
+                    server.tick(30.0 * now + later)
+            self.assertEqual((listed.country, "countries" in server.health),
+                             (country, trouble != no_trouble))
+            self.assertEqual(len([text for text in logged.output if re.search(line, text)]), 1)
+            self.assertIn(trouble, server.health.get("countries", ""))
         # What could not be read is tried again at a reload, though the file is the same
         self.write(simple_country_file({"203.0.113.0/24": "FR"}))
-        with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")), \
-                self.assertLogs("masterserver"):
-            run()
-        self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
         with self.assertLogs("masterserver"):
-            server.reload(now)
-            run()
+            with mock.patch.object(ms, "read_file", side_effect=OSError("not allowed")):
+                server.tick(200.0)
+                server.tick(201.0)
+            self.assertEqual((listed.country, "countries" in server.health), ("pl", True))
+            server.reload(202.0)
+            server.tick(210.0)
+            server.tick(211.0)
         self.assertEqual((listed.country, "countries" in server.health), ("fr", False))
 
 
@@ -9917,7 +9860,7 @@ class NewsTest(unittest.TestCase):
             news = self.news(**settings)
             for port, game in (1, "iceball"), (2, "aio"), (3, "b"):
                 self.hear(0, 3, port=port, game=game, address="198.18.0.%d" % port,
-                          room=game, private={"aio_published_name": "S"})
+                          room=game, max_players=8)
             found = "".join(sorted(str(port) for _, _, port in news.sent_at))
             self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
@@ -10309,13 +10252,6 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual((place.tally.received, place.tally.errors, place.tally.malformed),
                              (4, 1, 1))
 
-    def test_limited_datagrams_are_not_read(self) -> None:
-        for place in self.ways():
-            place.limiter = ms.Limiter((0.001, 3))
-            game = self.send(place, *[b"\1%d" % number for number in range(5)])
-            self.assertEqual([game.recv(100) for _ in range(3)], [b"\0010", b"\0011", b"\0012"])
-            self.assertEqual((place.tally.limited, place.tally.sent), (2, 3))
-
     def test_a_flood_in_its_name_does_not_keep_out_what_a_server_repeats(self) -> None:
         for place in self.ways():
             core = make_core(limits__exempt="")
@@ -10654,17 +10590,17 @@ class HttpsTest(unittest.TestCase):
 
     def test_who_speaks_no_tls(self) -> None:
         server = self.start()
-        with connect(server, "https") as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
-            status, _, body, rest = split_response(read_all(client))
-        self.assertEqual((status, rest), (400, b""))
-        self.assertIn(b"This port speaks HTTPS", body)
-        for data in b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
+        plain = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+        for data in plain, b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
             with connect(server, "https") as client:
                 client.sendall(data)
                 with contextlib.suppress(OSError):      # it may be closed already
                     client.shutdown(socket.SHUT_WR)
-                    read_all(client)
+                    answer = read_all(client)
+            if data == plain:
+                status, _, body, rest = split_response(answer)
+                self.assertEqual((status, rest), (400, b""))
+                self.assertIn(b"This port speaks HTTPS", body)
         self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
         eventually(lambda: not server.connections)
 
@@ -10714,24 +10650,20 @@ class HttpsTest(unittest.TestCase):
         server = self.start(limits__servers_per_source="100000")
 
         def fill(now: float) -> None:
-            for number in range(9000):
+            for number in range(1, 9001):
                 server.registry.list_or_refresh(
-                    ("mygame", "203.0.113.9", 1 + number), "203.0.113.9", now, 600.0,
+                    ("mygame", "203.0.113.9", number), "203.0.113.9", now, 600.0,
                     {"name": "A server %d" % number, "map": "m" * 60, "description": "d" * 100})
         server.post(fill)
         eventually(lambda: server.registry.total >= 9000)
         client = self.connect(server)
         client.sendall(self.request("/servers.json"))
-        data = piece = client.recv(1 << 20)
-        while piece:
-            if len(data) < 1 << 20:
-                time.sleep(0.002)
-            piece = client.recv(1 << 20)
-            data += piece
-        status, _, body, rest = split_response(data)
-        self.assertEqual((status, rest), (200, b""))
-        self.assertGreater(len(body), 4 << 20)
-        self.assertEqual(len(json.loads(body)["servers"]), 9000)
+        pieces = [client.recv(1 << 20)]
+        while pieces[-1]:
+            time.sleep(0.002 if len(pieces) < 60 else 0)
+            pieces.append(client.recv(1 << 20))
+        status, _, body, rest = split_response(b"".join(pieces))
+        self.assertEqual((status, rest, len(json.loads(body)["servers"])), (200, b"", 9000))
 
     def test_clients_that_end_in_their_own_way(self) -> None:
         """With close_notify or without it, before and after an answer."""
@@ -11090,19 +11022,6 @@ class MasterServerTest(unittest.TestCase):
         with master() as server:
             eventually(lambda: server.next_tick)            # it waits, and hears at once
         self.assertLess(time.monotonic() - began, 2 * SOON_S)
-
-    def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
-        found: List[Tuple[str, bool]] = []
-        with mock.patch.object(ms, "host_addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
-                master() as server, self.assertLogs("masterserver") as logged:
-            server.post(lambda now: 1 // 0)                 # a fault ends nothing else
-            for host in "a", "b":
-                server.post(lambda now, host=host: server.host_names.resolve(
-                    host, lambda address, now: found.append(
-                        (address, threading.current_thread() is server.thread)), ""))
-            eventually(lambda: len(found) == 2)
-        self.assertEqual(found, [("203.0.113.9", True), ("", True)])
-        self.assertIn("ZeroDivisionError", logged.output[0])
 
     def test_addresses_of_a_host(self) -> None:
         entries = [(socket.AF_INET6, 0, 0, "", ("2001:db8::1", 0)),
@@ -11498,17 +11417,18 @@ class SavedListTest(unittest.TestCase):
         with mock.patch.object(os, "replace", side_effect=PermissionError(13, "denied")):
             saved.tick(1.0, T0 + 1)
         self.assertIn("denied", saved.health["database"])
-        for _ in range(2):
-            with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
-                saved.tick(2.0, T0 + 2)
-            self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
-            saved.database.close()
-            with contextlib.closing(sqlite3.connect(self.path)) as db:
-                db.execute("INSERT OR REPLACE INTO block SELECT 3600, %d, id, x'00' FROM server"
-                           % (T0 // ms.WEEK * ms.WEEK))
-                db.commit()
-            with mock.patch.object(ms.log, "error"):
-                saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):        # the old file is set aside
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.on_disk(), saved.health), ([1], {}))
+        saved.database.close()
+        with contextlib.closing(sqlite3.connect(self.path, isolation_level=None)) as db:
+            db.execute("INSERT INTO block SELECT 3600, ?, id, x'00' FROM server",
+                       (T0 // ms.WEEK * ms.WEEK,))
+        with self.assertLogs("masterserver", "ERROR"):
+            saved = self.start()
+        with self.assertLogs("masterserver", "WARNING"):
+            saved.tick(2.0, T0 + 2)
+        self.assertEqual((self.ports(saved), self.on_disk(), saved.health), ([1], [1], {}))
 
     # While it serves
 
@@ -12376,16 +12296,6 @@ class ClusterNewsTest(ClusterCase):
                 self.run_for(2)
             tell, _ = self.masters["a"].news.hooks["ours"].jobs.get()
             self.assertEqual(json.loads(tell.args[2])["server"]["master"], name)
-
-    def test_an_aio_server_of_another_master(self) -> None:
-        """The name as published, with its counter, stays with the master that has heard it."""
-        self.start_with_hooks("ab", "a")
-        for players in 0, 2:
-            self.hear(self.masters["b"], game="aio", lifetime=math.inf,
-                      room="aio", private={"aio_published_name": "S [n/8]"},
-                      players=players, max_players=8)
-            self.run_for(2)
-        self.assertEqual(self.sent(), {"a": 1})
 
     def test_a_restart_is_no_news_elsewhere_either(self) -> None:
         for name in "az":
@@ -13900,8 +13810,7 @@ class LogTest(unittest.TestCase):
         self.addCleanup(reads.set)
         began = time.monotonic()
         ms.log.info("line 0")
-        # From here on the writing thread takes nothing more out of the queue
-        self.assertTrue(writing.wait(SOON_S))
+        self.assertTrue(writing.wait(SOON_S))       # from here on nothing more is taken
         for number in range(1, 3000):
             ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
@@ -14593,11 +14502,7 @@ class Embedded(unittest.TestCase):
                 ({"http.template": "/nowhere/page.html"}, "template = /nowhere/page.html: ")):
             self.assertRaisesRegex(ms.SettingsError, words, ms.MasterServer, values)
 
-    def test_nothing_is_kept_unless_a_file_is_named(self) -> None:
-        """Nor do servers whose connections end with the program leave the list."""
-        unnamed = master()
-        self.addCleanup(unnamed.close)
-        self.assertIsNone(unnamed.database)
+    def test_servers_whose_connections_end_with_the_program_stay_in_the_saved_list(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             settings = {"server__database": os.path.join(folder, "db"), "aio__port": "0"}
             with master(**settings) as server, connect(server, "aio") as game:
@@ -15539,8 +15444,8 @@ def bench_luanti(bench, accepts):
         mods = ["mod_%d" % chance.randrange(500) for _ in range(chance.randrange(20))]
         rows.append(ms.listed_row(ms.Server(
             "luanti", "127.0.%d.1" % (number % 100), 1024 + number, "127.0.0.1", 0.0, 1e6,
-            **ms.luanti_attributes({**told, "name": ms.clean(name), "mods": told["mods"] + mods})),
-            wall))
+            room="luanti", **ms.luanti_attributes({
+                **told, "name": ms.clean(name), "mods": told["mods"] + mods})), wall))
     database = ms.Database(path)
     database.save(rows, [])
     database.close()
