@@ -121,8 +121,8 @@ OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists
 WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
 # Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
-# Game servers of one source that may wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB
+# Game servers of one source that may wait for the same look-up. With the longest announcement of
+# any game, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
 STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
@@ -130,7 +130,7 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
-PLAYERS_MAX = 65535             # in the list with the widest field (Iceball, SubSpace: u16)
+PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
 COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
 COOKIE_MAC_BYTES = 8            # at 100,000 guesses a second, one takes six million years
@@ -243,7 +243,7 @@ def number_reader(low, high, kind=int):
 
 def read_port(text):
     """Return the port to listen on, 0 for one that the system chooses, None for no listener."""
-    # 65535 is not allowed, because SubSpace also listens on the port after its own
+    # The last port is not allowed, because a room may also listen on the port after this one
     return number_reader(0, MAX_PORT - 1)(text) if text.strip() else None
 
 
@@ -1075,9 +1075,11 @@ class Networks:
         # The smallest networks come first
         self.by_host_bits = sorted(labels_by_bits.items())
 
-    def find(self, number):
-        """Return the label of the smallest network with the address of this address_number(), or
-        None."""
+    def find(self, address):
+        """Return the label of the smallest network with this address, or None."""
+        if not self.by_host_bits:
+            return None
+        number = address_number(address)
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1085,7 +1087,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
+        return self.find(address) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1355,7 +1357,8 @@ class Turns:
     def add(self, address, key, thing, limit):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
-        self.pop(key)
+        if key in self.things:
+            self.pop(key)
         source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
@@ -1417,21 +1420,17 @@ class Cookie:
         self.key = key
         self.size = size
         self.window_s = window_s
-        self.begin_window(0.0)
-
-    def begin_window(self, now):
-        """Prepare the hash objects of the present window and the one before."""
-        window = int(now // self.window_s)
-        self.window_ends = (window + 1.0) * self.window_s
-        # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
-        self.previous, self.current = [
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-            for number in (window - 1, window)]
+        self.window_ends = -math.inf
 
     def make(self, message, now):
         """Return the MAC of a message."""
         if now >= self.window_ends:
-            self.begin_window(now)
+            window = int(now // self.window_s)
+            self.window_ends = (window + 1.0) * self.window_s
+            # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+            self.previous, self.current = [
+                hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
+                for number in (window - 1, window)]
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
@@ -1609,10 +1608,9 @@ class Rules:
 
     def verdict(self, address):
         """Return the verdict about an address: BLOCKED, EXEMPT or NO_VERDICT."""
-        number = address_number(address)
-        if self.blocked.find(number) is not None:
+        if self.blocked.find(address) is not None:
             return BLOCKED
-        if self.exempt.find(number) is not None:
+        if self.exempt.find(address) is not None:
             return EXEMPT
         return NO_VERDICT
 
@@ -1647,7 +1645,7 @@ class Rules:
         if not self.bans.by_host_bits:
             return ""
         for address in set(addresses):
-            reason = self.bans.find(address_number(address))
+            reason = self.bans.find(address)
             if reason is not None:
                 return reason or "banned, no reason given"
         return ""
@@ -3227,7 +3225,7 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
-# A refused server is announced again after this time, as Iceball's game servers do
+# A refused server is announced again after this time
 REFUSED_S = 1800.0
 
 
@@ -3704,8 +3702,7 @@ MISSED_POLLS_LIMIT = 3
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
 # At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
-# servers take nine tenths of the rate. If each is a Luanti server with the longest announcement,
-# those announcements take 160 MB
+# servers take nine tenths of the rate. With the longest announcement of any game, they take 160 MB
 MAX_NEWCOMERS = 2000
 # Listed servers leave one query in ten to newcomers
 NEWCOMER_SHARE = 10
@@ -3752,7 +3749,7 @@ class Target:
     trouble       why a datagram that came in this poll is not an answer, or ""
     ping_ms       the round trip of the last answer, in milliseconds
     step          what the room keeps during a poll with several questions
-    server        the Server, if it is listed without the target's answers; see Aio"""
+    server        the Server, if it is listed without the target's answers"""
 
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
@@ -12648,8 +12645,8 @@ def bound_socket(family, transport, address, port):
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
 # which talks to Redis or Valkey through EngineLink.
 
-# A reply has at most a thousand records. The longest record, that of a Luanti server, takes 25 kB,
-# or twice as much if every byte has to be escaped.
+# A reply has at most a thousand records. The longest record of a server takes 25 kB, or
+# twice as much if every byte has to be escaped.
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
@@ -14412,8 +14409,8 @@ class Announcement:
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
-        # SubSpace needs the next port too. The number may be given as text
-        game_port = number_reader(1, 65534)(str(port))
+        # Masters query the port `offset` after it. The number may be given as text
+        game_port = number_reader(1, MAX_PORT - self.room.offset)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
             name="%s server" % (self.room.title or game))
