@@ -33,8 +33,6 @@ only what stands above it:
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
 packets and a clock that the test moves. To add a game, see GAMES in section 10.
-
-Licence: MIT, see the end of README.md.
 """
 from __future__ import annotations
 
@@ -123,8 +121,8 @@ OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists
 WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
 # Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
-# Game servers of one source that may wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB
+# Game servers of one source that may wait for the same look-up. With the longest announcement of
+# any game, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
 STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
@@ -132,7 +130,7 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
-PLAYERS_MAX = 65535             # in the list with the widest field (Iceball, SubSpace: u16)
+PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
 COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
 COOKIE_MAC_BYTES = 8            # at 100,000 guesses a second, one takes six million years
@@ -245,7 +243,7 @@ def number_reader(low, high, kind=int):
 
 def read_port(text):
     """Return the port to listen on, 0 for one that the system chooses, None for no listener."""
-    # 65535 is not allowed, because SubSpace also listens on the port after its own
+    # The last port is not allowed, because a room may also listen on the port after this one
     return number_reader(0, MAX_PORT - 1)(text) if text.strip() else None
 
 
@@ -1014,7 +1012,7 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
     return value
 
 
-# Numbers and tables
+# Numbers
 
 def utc_datetime(wall):
     """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
@@ -1023,14 +1021,6 @@ def utc_datetime(wall):
 
 def clamp(value, high=PLAYERS_MAX):
     return 0 if value < 0 else min(value, high)
-
-
-def keep_latest(table, key, value, limit):
-    """Set a key of an OrderedDict as its latest. Delete the oldest beyond `limit` keys."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > limit:
-        table.popitem(last=False)
 
 
 # Addresses
@@ -1085,9 +1075,11 @@ class Networks:
         # The smallest networks come first
         self.by_host_bits = sorted(labels_by_bits.items())
 
-    def find(self, number):
-        """Return the label of the smallest network with the address of this address_number(), or
-        None."""
+    def find(self, address):
+        """Return the label of the smallest network with this address, or None."""
+        if not self.by_host_bits:
+            return None
+        number = address_number(address)
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1095,7 +1087,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
+        return self.find(address) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1316,12 +1308,6 @@ def ipv6_source_keys(address):
     return tuple(keys)
 
 
-def source_limits(address, limit):
-    """Return pairs of a key of source_keys() and the limit that holds for it. `limit` holds for one
-    source."""
-    return [(key, limit * factor) for key, factor in zip(source_keys(address), (1, SITE_SOURCES))]
-
-
 class Shares:
     """Counts what sources have so much of as they may: servers, connections, bytes."""
 
@@ -1371,7 +1357,8 @@ class Turns:
     def add(self, address, key, thing, limit):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
-        self.pop(key)
+        if key in self.things:
+            self.pop(key)
         source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
@@ -1433,21 +1420,17 @@ class Cookie:
         self.key = key
         self.size = size
         self.window_s = window_s
-        self.begin_window(0.0)
-
-    def begin_window(self, now):
-        """Prepare the hash objects of the present window and the one before."""
-        window = int(now // self.window_s)
-        self.window_ends = (window + 1.0) * self.window_s
-        # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
-        self.previous, self.current = [
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-            for number in (window - 1, window)]
+        self.window_ends = -math.inf
 
     def make(self, message, now):
         """Return the MAC of a message."""
         if now >= self.window_ends:
-            self.begin_window(now)
+            window = int(now // self.window_s)
+            self.window_ends = (window + 1.0) * self.window_s
+            # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+            self.previous, self.current = [
+                hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
+                for number in (window - 1, window)]
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
@@ -1625,10 +1608,9 @@ class Rules:
 
     def verdict(self, address):
         """Return the verdict about an address: BLOCKED, EXEMPT or NO_VERDICT."""
-        number = address_number(address)
-        if self.blocked.find(number) is not None:
+        if self.blocked.find(address) is not None:
             return BLOCKED
-        if self.exempt.find(number) is not None:
+        if self.exempt.find(address) is not None:
             return EXEMPT
         return NO_VERDICT
 
@@ -1663,7 +1645,7 @@ class Rules:
         if not self.bans.by_host_bits:
             return ""
         for address in set(addresses):
-            reason = self.bans.find(address_number(address))
+            reason = self.bans.find(address)
             if reason is not None:
                 return reason or "banned, no reason given"
         return ""
@@ -2535,7 +2517,7 @@ class Database:
 
     def _open(self):
         if self._is_damaged and os.path.exists(self.path):
-            changed = datetime.fromtimestamp(os.path.getmtime(self.path), timezone.utc)
+            changed = utc_datetime(os.path.getmtime(self.path))
             new_path = self.path + changed.strftime(".damaged-%Y%m%d-%H%M%S")
             # The file itself comes last. If the program dies before that, the next start finds the
             # damaged file again, and not an old log beside a new file
@@ -2771,8 +2753,6 @@ class Database:
 # After a restart, an AIO server, whose connection has ended, has this long to connect again. A
 # server whose protocol is switched off now cannot be heard any more, and leaves after this time too
 RESTORED_S = 60.0
-# An infinite lifetime is stored as a day, because a stored time must be finite
-INFINITE_LIFETIME_S = DAY
 
 # The attributes of Server that are stored, with their types
 STORED_FIELDS: Dict[str, type] = {
@@ -2792,7 +2772,7 @@ def listed_row(server, epoch):
     last_seen = server.last_seen + epoch
     return ListedRow(
         server.game, server.address, server.port,
-        expires=last_seen + min(server.lifetime, INFINITE_LIFETIME_S),
+        expires=last_seen + min(server.lifetime, DAY),      # a stored time must be finite
         first_seen=server.first_seen + epoch,
         last_seen=last_seen,
         fields=fields)
@@ -2828,7 +2808,7 @@ def restored_server(row, now, wall):
     if fields.get("verified") not in VERIFICATIONS:
         return None
     lifetime = row.expires - row.last_seen
-    if lifetime > INFINITE_LIFETIME_S - 1:
+    if lifetime > DAY - 1:                  # it was infinite
         lifetime = math.inf if fields["verified"] == "query" else RESTORED_S
     server = Server(row.game, row.address, row.port, source, now, lifetime, **fields)
     server.confirmed = False
@@ -3245,7 +3225,7 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
-# A refused server is announced again after this time, as Iceball's game servers do
+# A refused server is announced again after this time
 REFUSED_S = 1800.0
 
 
@@ -3722,8 +3702,7 @@ MISSED_POLLS_LIMIT = 3
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
 # At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
-# servers take nine tenths of the rate. If each is a Luanti server with the longest announcement,
-# those announcements take 160 MB
+# servers take nine tenths of the rate. With the longest announcement of any game, they take 160 MB
 MAX_NEWCOMERS = 2000
 # Listed servers leave one query in ten to newcomers
 NEWCOMER_SHARE = 10
@@ -3770,7 +3749,7 @@ class Target:
     trouble       why a datagram that came in this poll is not an answer, or ""
     ping_ms       the round trip of the last answer, in milliseconds
     step          what the room keeps during a poll with several questions
-    server        the Server, if it is listed without the target's answers; see Aio"""
+    server        the Server, if it is listed without the target's answers"""
 
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
@@ -7659,8 +7638,6 @@ def luanti_score(announcement, ping_s):
 
 DDNET_REGISTER = "/ddnet/15/register"       # 15 is the version of the registrations
 DDNET_SERVERS = "/ddnet/15/servers.json"
-# The protocols of Teeworlds 0.6 and 0.7, as an address begins
-DDNET_06, DDNET_07 = "tw-0.6+udp", "tw-0.7+udp"
 DDNET_SUCCESS = b'{"status":"success"}'
 # A Secret is a UUID of 36 characters, a Challenge-Secret a UUID with a suffix, 47 in the capture
 DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
@@ -7689,10 +7666,6 @@ class DdnetRequest(NamedTuple):
     token: bytes = b""                  # the token of an earlier challenge, or b""
     serial: int = 0                     # grows with each change of the info
 
-    @property
-    def endpoint(self):
-        return self.address, self.port
-
 
 def read_ddnet_request(request, address):
     """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
@@ -7714,7 +7687,7 @@ def read_ddnet_request(request, address):
     if ddnet_header(request, "Action", "(delete)?", "delete, or no such field"):
         return fields._replace(is_delete=True)
     head = b"\xff" * 10                 # begins a packet without a connection
-    if protocol == DDNET_07:
+    if protocol == "tw-0.7+udp":
         connless_token = ddnet_header(
             request, "Connless-Token", "[0-9a-fA-F]{8}", "eight hexadecimal digits")
         head = b"\x21" + bytes.fromhex(connless_token) + b"\xff" * 8
@@ -7740,7 +7713,7 @@ def ddnet_header(request, name, pattern, expected):
 def ddnet_endpoint(text):
     """Return the IP address and the port of an address in the list. Raise ValueError."""
     protocol, _, endpoint = text.partition("://")
-    if protocol not in (DDNET_06, DDNET_07):
+    if protocol not in ("tw-0.6+udp", "tw-0.7+udp"):
         raise ValueError("not an address of a DDNet server")
     return read_numeric_endpoint(endpoint)
 
@@ -7766,7 +7739,6 @@ DDNET_INFO = {
     "version": DDNET_PLAIN_TEXT,
     "clients": (lambda value: isinstance(value, list), "a list"),
 }
-DDNET_MAP = {"name": DDNET_PLAIN_TEXT}
 DDNET_CLIENT = {"name": DDNET_TEXT, "clan": DDNET_TEXT, "country": DDNET_NUMBER,
                 "score": DDNET_NUMBER, "is_player": DDNET_FLAG}
 
@@ -7776,11 +7748,9 @@ def read_ddnet_info(raw):
 
     Raise Malformed, with the name of the wrong member, if DDNet's clients would not show a server
     with it; or if it is too large, too deep, or has a value that JSON does not have."""
-    if len(raw) > DDNET_INFO_BYTES:
-        raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     info = read_json_object(raw)
     check_ddnet_members("", info, DDNET_INFO)
-    check_ddnet_members("map.", info["map"], DDNET_MAP)
+    check_ddnet_members("map.", info["map"], {"name": DDNET_PLAIN_TEXT})
     for number, client in enumerate(info["clients"]):
         check_ddnet_members("clients[%d]." % number, client, DDNET_CLIENT)
     if info["max_players"] > info["max_clients"]:
@@ -7797,7 +7767,7 @@ def read_ddnet_info(raw):
     except ValueError:
         # Python reads NaN, infinite numbers and halves of surrogate pairs, but JSON has none
         raise Malformed("info: a number or a text that JSON does not have") from None
-    if len(compact) > DDNET_INFO_BYTES:             # Python writes 1e15 with 18 characters
+    if len(compact) > DDNET_INFO_BYTES:     # longer than it came: Python writes 1e15 in 18 bytes
         raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     return compact.decode()
 
@@ -7809,7 +7779,8 @@ def check_ddnet_members(where, values, members):
     if not isinstance(values, dict):
         raise Malformed(where.rstrip(".") + ": expected an object")
     for name, (is_right, expected) in members.items():
-        if not is_right(values.get(name)):
+        value = values.get(name)
+        if not is_right(value):
             raise Malformed("%s%s: expected %s" % (where, name, expected))
 
 
@@ -7838,18 +7809,17 @@ def read_ddnet_registration(values):
     secret      the hash of Secret, in hexadecimal digits
     addresses   the addresses for players, the first of which is the server's identity
 
-    Raise Malformed if a value is wrong."""
-    try:
-        info = read_ddnet_info(values["info"].encode())
-        addresses = list(values["addresses"])
-        endpoints = [ddnet_endpoint(text) for text in addresses]
-        has_hash = re.fullmatch("[0-9a-f]{32}", values["secret"])
-        serial = values["serial"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Malformed("ddnet_registration: %r" % error) from None
-    if not (0 < len(endpoints) <= DDNET_ADDRESSES and has_hash and type(serial) is int):
-        raise Malformed("ddnet_registration: a wrong value")
-    return {"info": info, "serial": serial, "secret": values["secret"], "addresses": addresses}
+    Raise Malformed, or what restored() takes for it, if a value is wrong."""
+    info = read_ddnet_info(values["info"].encode())
+    serial = values["serial"]
+    secret = values["secret"]
+    addresses = list(values["addresses"])
+    for text in addresses:
+        ddnet_endpoint(text)
+    has_hash = re.fullmatch("[0-9a-f]{32}", secret)
+    if not has_hash or type(serial) is not int or not 0 < len(addresses) <= DDNET_ADDRESSES:
+        raise Malformed("a wrong secret, serial or number of addresses")
+    return {"info": info, "serial": serial, "secret": secret, "addresses": addresses}
 
 
 def ddnet_large_bytes(info):
@@ -7860,12 +7830,11 @@ def ddnet_large_bytes(info):
 class DdnetAddress:
     """What the master knows of one address of a server besides what is stored."""
 
-    __slots__ = ("source", "heard_at", "replaced_secret", "fingerprint")
+    __slots__ = ("source", "heard_at", "fingerprint")
 
     def __init__(self, source, heard_at):
         self.source = source            # the address that its registrations come from
         self.heard_at = heard_at        # the time of the last registration
-        self.replaced_secret = ""       # of the server whose place it has taken; or ""
         self.fingerprint = None         # of its last registration; see Registry.by_fingerprint
 
 
@@ -7921,21 +7890,14 @@ class Ddnet(Game):
         # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
         # good for two minutes at least, and for four at most
         self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
-        # This master's servers by the hash of Secret, and by the address and port of each of their
-        # addresses. Some of them have left within the last second
+        # This master's servers by the hash of Secret. Some have left within the last second
         self.by_secret = {}
-        self.by_endpoint = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
         self.prove_at = -math.inf       # when all tokens have to be verified again
 
     @staticmethod
     def registration(server):
         return server.private["ddnet_registration"]
-
-    def listed(self, servers, key):
-        """Return the server with this key in by_secret or by_endpoint, if it is still listed."""
-        server = servers.get(key)
-        return server if server is not None and self.registry.has(server) else None
 
     # Registrations
 
@@ -7945,43 +7907,37 @@ class Ddnet(Game):
         Raise Malformed or Refused, with words that the game server logs."""
         asked = read_ddnet_request(request, self.rules.listed_address(request.address))
         now = request.now
+        server = self.by_secret.get(asked.secret)
+        if server is not None and not self.registry.has(server):
+            server = None
         if asked.is_delete:
-            self.delete(asked, now)
+            if server is not None and asked.text in server.private["ddnet_addresses"]:
+                self.drop_addresses(server, [asked.text])
+                self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
             return DDNET_SUCCESS
-        server = self.listed(self.by_secret, asked.secret)
         self.check_request(asked, server)
-        former_secrets = self.former_secrets(asked)
-        # A token proves that whoever has this Secret receives what is sent to this address,
-        # although a server with the former Secret was listed there. So a game server that is
-        # started again can take the place of its former life, and nobody can take it back with an
-        # older token
-        messages = []
-        for former_secret in former_secrets:
-            words = asked.source, asked.text, asked.secret, former_secret
-            messages.append(" ".join(words).encode())
-        if not any(self.cookie.is_valid(asked.token, message, now) for message in messages):
-            message, *_ = messages
+        # The token proves that whoever has this Secret receives what is sent to this address
+        message = " ".join([asked.source, asked.text, asked.secret]).encode()
+        if not self.cookie.is_valid(asked.token, message, now):
             token = self.cookie.make(message, now).hex().encode()
             self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
             self.registry.record_outcome(
                 asked.source, self.game, asked.port, "challenged", now, str(asked.port))
             return to_json({"status": "need_challenge"})
         registration = self.registration(server) if server else {"secret": asked.secret}
-        former_secret, *_ = former_secrets
         if request.body:                # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(request.body)
             try:
                 self.check_size(asked.source, server, info)
             except Refused:
                 if server is not None:      # it stays, with its old info
-                    self.list_address(asked, server, registration, former_secret, now)
+                    self.list_address(asked, server, registration, now)
                 raise
             registration = {**registration, "info": info, "serial": asked.serial}
         elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
-        self.list_address(asked, server, registration, former_secret, now)
+        server = self.list_address(asked, server, registration, now)
         if not request.body and not request.close_connection:       # else nothing is repeated
-            server = self.by_endpoint[asked.endpoint]
             fingerprint = hash((request.head, request.peer_address))
             server.private["ddnet_addresses"][asked.text].fingerprint = fingerprint
             if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
@@ -7997,31 +7953,19 @@ class Ddnet(Game):
         address of each family. So somebody who has learned the Secret cannot add another port, or a
         second IPv4 address, to the server."""
         source, address, port = asked.source, asked.address, asked.port
+        if server is None:
+            self.registry.check_admission((self.game, address, port), source)
+            return
         if not self.registry.can_be_listed(source, address):
             raise Refused("bad packet", "%s cannot be the address of a server" % address)
-        for text in self.registration(server)["addresses"] if server else ():
+        self.registry.check_rules(source, address, port, None)
+        for text in self.registration(server)["addresses"]:
             listed_address, listed_port = ddnet_endpoint(text)
             is_same_family = (":" in listed_address) == (":" in address)
-            if listed_port != port or (is_same_family and listed_address != address):
+            is_another = is_same_family and listed_address != address
+            if listed_port != port or is_another:
                 raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
-                              "moved waits %d s" % (text, DDNET_LIFETIME_S))
-        if server is not None or self.listed(self.by_endpoint, asked.endpoint) is not None:
-            self.registry.check_rules(source, address, port, None)
-        else:
-            self.registry.check_admission((self.game, address, port), source)
-
-    def former_secrets(self, asked):
-        """Return the Secrets, hashed, of other servers with which a token for this request may be
-        made. The first one is for new tokens; it is "" if no other server is listed at the port."""
-        server = self.listed(self.by_endpoint, asked.endpoint)
-        if server is None:
-            return [""]
-        secret = self.registration(server)["secret"]
-        if secret != asked.secret:      # it is probably the same game server before a restart
-            return [secret]
-        # 0.6 may have taken the place already, and the token of 0.7 is from before
-        addresses = server.private["ddnet_addresses"].values()
-        return ["", *(address.replaced_secret for address in addresses)]
+                                       "moved waits %d s" % (text, DDNET_LIFETIME_S))
 
     def check_size(self, source, server, info):
         """Raise Refused if an info is too large together with those of other servers.
@@ -8031,50 +7975,46 @@ class Ddnet(Game):
         if server is not None:
             more -= ddnet_large_bytes(self.registration(server)["info"])
             source = server.source      # that of its first address, for which it counts
-        is_full = self.large_bytes.total + more > DDNET_LARGE_BYTES or (
-            self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more)
-            and not self.rules.exempts(source))
+        is_full = self.large_bytes.total + more > DDNET_LARGE_BYTES
+        if self.large_bytes.full(source, DDNET_SOURCE_LARGE_BYTES, more):
+            is_full = is_full or not self.rules.exempts(source)
         if more > 0 and is_full:
             raise Refused("limit", "infos: they are too large together; one of at most %d bytes is "
                                    "always accepted" % DDNET_USUAL_BYTES)
         self.large_bytes.take(source, more)         # tick() counts exactly
 
-    def list_address(self, asked, server, registration, former_secret, now):
+    def list_address(self, asked, server, registration, now):
         """List a proven address, of the listed `server` with the same Secret or, if that is None,
-        of a new one. Raise Refused if the rules or a limit forbid it."""
-        former = self.listed(self.by_secret, former_secret)
-        if former is not None:
-            # The game server was started again: its former life has no port any more, even if the
-            # new one is refused
-            lost = []
-            for text in self.registration(former)["addresses"]:
-                if ddnet_endpoint(text) == asked.endpoint:
-                    lost.append(text)
-            self.drop_addresses(former, lost)
-        addresses = {}
-        if server is not None:
-            addresses.update(server.private["ddnet_addresses"])
+        of a new one. Return the Server. Raise Refused if the rules or a limit forbid it."""
+        addresses = dict(server.private["ddnet_addresses"]) if server else {}
         address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
         # IPv4 comes first, as most players have it, then 0.6
         ordered = sorted(addresses, key=lambda text: ("[" in text, text))
-        self.list_server(server, {**registration, "addresses": ordered}, addresses, now)
+        registration = {**registration, "addresses": ordered}
+        listed = self.list_server(server, registration, addresses, now)
         address.source, address.heard_at = asked.source, now
-        address.replaced_secret = former_secret or address.replaced_secret
         self.registry.record_outcome(asked.source, self.game, asked.port, "listed", now)
+        return listed
 
     def list_server(self, server, registration, addresses, now):
-        """List a server with this registration, or refresh it. Raise Refused.
+        """List a server with this registration, or refresh it. Return the Server. Raise Refused.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there: the list loses it and gets a new one, whose history begins
         again. If it may not be listed there, it stays where it is."""
         first_address, *_ = registration["addresses"]
-        key = self.game, *ddnet_endpoint(first_address)
+        address, port = ddnet_endpoint(first_address)
+        key = self.game, address, port
         source = addresses[first_address].source        # the one that the server counts for
         info = json.loads(registration["info"])
         name = clean(info["name"])
+        if server is None or server.key != key:
+            other = self.registry.get(*key)
+            if other is not None and not other.master:
+                # It is probably the same game server before it was started again
+                raise Refused("owner", "Secret: %s is listed with another one; a server that was "
+                              "started again waits %d s" % (first_address, DDNET_LIFETIME_S))
         if server is not None and server.key != key:
-            _, address, port = key
             self.registry.check_rules(source, address, port, name)
             self.rules.check_source_limit(self.registry.own, source)
             self.registry.remove_own(server)
@@ -8090,14 +8030,8 @@ class Ddnet(Game):
             "details": {"flags": "password" if info["passworded"] else ""},
             "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
         })
-        self.enter(listed)
-
-    def enter(self, server):
-        """Enter a listed server into the tables."""
-        registration = self.registration(server)
-        self.by_secret[registration["secret"]] = server
-        for text in registration["addresses"]:
-            self.by_endpoint[ddnet_endpoint(text)] = server
+        self.by_secret[registration["secret"]] = listed
+        return listed
 
     @classmethod
     def restored(cls, stored):
@@ -8107,51 +8041,36 @@ class Ddnet(Game):
 
     def resume(self, server):
         registration = self.registration(server)
-        addresses = {text: DdnetAddress(server.source, server.last_seen)
-                     for text in registration["addresses"]}
+        addresses = {}
+        for text in registration["addresses"]:
+            addresses[text] = DdnetAddress(server.source, server.last_seen)
         server.private = {"ddnet_registration": registration, "ddnet_addresses": addresses}
-        self.enter(server)
+        self.by_secret[registration["secret"]] = server
 
     # Addresses that leave
 
-    def delete(self, asked, now):
-        """Remove the address that a request deletes, if it is listed.
-
-        Raise Refused if it is listed with another Secret."""
-        server = self.listed(self.by_endpoint, asked.endpoint)
-        if server is None or asked.text not in server.private["ddnet_addresses"]:
-            return
-        if self.registration(server)["secret"] != asked.secret:
-            raise Refused("owner", "Secret: %s is listed with another one" % asked.text)
-        self.drop_addresses(server, [asked.text])
-        self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
-
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
+        registration = self.registration(server)
         addresses = dict(server.private["ddnet_addresses"])
         for text in texts:
             del addresses[text]
-            self.by_endpoint.pop(ddnet_endpoint(text), None)    # list_server() enters the others
         if not addresses:
             self.registry.remove_own(server)
             return
-        registration = self.registration(server)
         remaining = [text for text in registration["addresses"] if text in addresses]
+        registration = {**registration, "addresses": remaining}
         heard_at = max(address.heard_at for address in addresses.values())
         try:
-            self.list_server(server, {**registration, "addresses": remaining}, addresses, heard_at)
+            self.list_server(server, registration, addresses, heard_at)
         except Refused:
             # At its first remaining address it may not be listed, so it has left
             self.registry.remove_own(server)
 
     def gone(self, server):
-        registration = self.registration(server)
-        endpoints = map(ddnet_endpoint, registration["addresses"])
-        for servers, keys in (
-                (self.by_secret, [registration["secret"]]), (self.by_endpoint, endpoints)):
-            for key in keys:
-                if servers.get(key) is server:
-                    del servers[key]
+        secret = self.registration(server)["secret"]
+        if self.by_secret.get(secret) is server:
+            del self.by_secret[secret]
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
@@ -8168,8 +8087,10 @@ class Ddnet(Game):
                 self.large_bytes.take(server.source, large_bytes)
             silent = []
             for text, address in server.private["ddnet_addresses"].items():
-                if address.heard_at + DDNET_LIFETIME_S <= now and self.registry.is_silent(
-                        address.source, address.heard_at, DDNET_LIFETIME_S, now):
+                heard_at = address.heard_at
+                is_late = heard_at + DDNET_LIFETIME_S <= now
+                if is_late and self.registry.is_silent(
+                        address.source, heard_at, DDNET_LIFETIME_S, now):
                     silent.append(text)
             if silent:
                 self.drop_addresses(server, silent)
@@ -9904,7 +9825,6 @@ class FromDisk(NamedTuple):
 # take 15 times as long
 HEAD_END = re.compile(rb"\n\r?\n")
 HEADER_LINE = re.compile(r"([!#-'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
-METHODS = "GET HEAD POST PUT DELETE OPTIONS PATCH TRACE CONNECT".split()
 # A weight of 0 refuses a coding (RFC 9110, 12.4.2)
 GZIP_ACCEPTED = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
@@ -9947,9 +9867,6 @@ class HttpRequest:
         if version not in (b"HTTP/1.0", b"HTTP/1.1"):
             raise HttpError(505, "Of HTTP only the versions 1.0 and 1.1 are spoken here.")
         self.method = method.decode("latin-1")
-        if self.method not in METHODS:
-            raise HttpError(501, "The method %s is not known." % self.method[:32])
-
         self.headers = read_header_lines(header_lines)
         # No name of a host has a comma, so a second line would show
         host = self.headers.get("host")
@@ -10980,83 +10897,59 @@ def announced_game(web, value):
 # The title of each outcome on the page /check, and what the operator of the game server can do; %s
 # stands for the detail
 OUTCOMES = {
-    "announced": (
-        "Announced, but the answer did not come back",
+    "announced": ("Announced, but the answer did not come back", (
         "This master answered and is waiting for the game server's reply. If that does not change, "
         "a firewall or router between the game server and here lets packets out but not in: open "
-        "UDP, or forward the game's port."),
-    "challenged": (
-        "Challenged, but the answer did not come back",
+        "UDP, or forward the game's port.")),
+    "challenged": ("Challenged, but the answer did not come back", (
         "This master sent a challenge to UDP port %s, and the game server has not returned it. "
-        "Open that UDP port in the firewall and forward it in the router."),
-    "version": (
-        "Wrong version",
-        "This master does not list %s. Another version of the game server is needed."),
-    "bad packet": (
-        "A packet that cannot be read",
+        "Open that UDP port in the firewall and forward it in the router.")),
+    "version": ("Wrong version", (
+        "This master does not list %s. Another version of the game server is needed.")),
+    "bad packet": ("A packet that cannot be read", (
         "What is wrong with it: %s. If the port is the one for this game, update the game server, "
-        "or fix what announces it."),
-    "silent": (
-        "It does not answer queries",
-        "There was %s. Open that UDP port in the firewall and forward it in the router."),
-    "address": (
-        "Another address",
+        "or fix what announces it.")),
+    "silent": ("It does not answer queries", (
+        "There was %s. Open that UDP port in the firewall and forward it in the router.")),
+    "address": ("Another address", (
         "Players would be sent elsewhere: %s. Leave server_address in minetest.conf empty, or set "
-        "it to a name of the machine that the game server runs on."),
-    "banned": (
-        "Banned",
+        "it to a name of the machine that the game server runs on.")),
+    "banned": ("Banned", (
         "The operator of this master has excluded this address: %s. If that is a mistake, ask its "
-        "operator."),
-    "limit": (
-        "Over the limit",
-        "It is not listed: %s. Stop one of the others, or ask this master's operator for more."),
-    "busy": (
-        "Try again",
+        "operator.")),
+    "limit": ("Over the limit", (
+        "It is not listed: %s. Stop one of the others, or ask this master's operator for more.")),
+    "busy": ("Try again", (
         "This master could not ask the game server when it announced itself: %s. The game server's "
-        "next announcement does that; nothing is wrong with it."),
-    "flood": (
-        "Too many packets",
+        "next announcement does that; nothing is wrong with it.")),
+    "flood": ("Too many packets", (
         "More than %s packets per second come from this address, and the rest are not read. Does a "
         "game server announce itself in a loop? If many share the address, ask this master's "
-        "operator for more."),
-    "name": (
-        "The name is refused",
-        "Not under this name: %s. Give the server another name."),
-    "game": (
-        "The game is refused",
-        "It is not listed: %s. Its operator chooses this master's games."),
-    "owner": (
-        "Announced from elsewhere",
-        "It is not accepted: %s. If you know of no other announcer, ask this master's operator."),
-    "password": (
-        "Another password",
-        "It is not accepted: %s. Wait, or set the former password again."),
-    "stopped": (
-        "Signed off",
-        "The game server said that it was stopping."),
-    "listed": (
-        "Listed",
-        "All is well."),
-    "found": (
-        "Listed, because another list names it",
+        "operator for more.")),
+    "name": ("The name is refused", "Not under this name: %s. Give the server another name."),
+    "game": ("The game is refused", (
+        "It is not listed: %s. Its operator chooses this master's games.")),
+    "owner": ("Announced from elsewhere", (
+        "It is not accepted: %s. If you know of no other announcer, ask this master's operator.")),
+    "password": ("Another password", (
+        "It is not accepted: %s. Wait, or set the former password again.")),
+    "stopped": ("Signed off", "The game server said that it was stopping."),
+    "listed": ("Listed", "All is well."),
+    "found": ("Listed, because another list names it", (
         "This master found it at %s and queries it; it has not announced itself here. If it does, "
-        "it no longer depends on that list."),
-    "private": (
-        "Listed under a private address",
+        "it no longer depends on that list.")),
+    "private": ("Listed under a private address", (
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
-        "[server] public_address or [address_map]."),
-    "ipv6": (
-        "Listed under an IPv6 address",
+        "[server] public_address or [address_map].")),
+    "ipv6": ("Listed under an IPv6 address", (
         "The page shows it, but the list that this game's players get has room for IPv4 addresses "
-        "only. Let the game server announce itself by IPv4."),
-    "unconfirmed": (
-        "Not heard since a restart",
+        "only. Let the game server announce itself by IPv4.")),
+    "unconfirmed": ("Not heard since a restart", (
         "It was listed before this master was restarted, and stays for a while. Is the game server "
-        "running, and does it still announce itself here?"),
-    "gone": (
-        "No longer listed",
+        "running, and does it still announce itself here?")),
+    "gone": ("No longer listed", (
         "It was listed then, and has since fallen silent, or this master's settings no longer "
-        "allow it. Is the game server running, and does it still announce itself here?"),
+        "allow it. Is the game server running, and does it still announce itself here?")),
 }
 
 
@@ -11107,8 +11000,7 @@ def current_outcomes(web, request, address, listed):
 
 
 def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about the packets that came from an address, as HTML, the latest first.
-    """
+    """Return the findings about an address's packets as HTML, the latest first."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
     for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
@@ -12498,7 +12390,10 @@ class News:
         if not self.all_limiter.allow("", now):
             self.gauges["news_dropped_total"] += sends
             return
-        keep_latest(self.sent_at, server.key, now, KNOWN_SERVERS)
+        self.sent_at[server.key] = now
+        self.sent_at.move_to_end(server.key)
+        if len(self.sent_at) > KNOWN_SERVERS:
+            self.sent_at.popitem(last=False)
         if not sends:
             return
         # A message that is not delivered by then is dropped: the players may have left again
@@ -12717,8 +12612,8 @@ def bound_socket(family, transport, address, port):
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
 # which talks to Redis or Valkey through EngineLink.
 
-# A reply has at most a thousand records. The longest record, that of a Luanti server, takes 25 kB,
-# or twice as much if every byte has to be escaped.
+# A reply has at most a thousand records. The longest record of a server takes 25 kB, or
+# twice as much if every byte has to be escaped.
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
@@ -13602,7 +13497,7 @@ def fetch_list(room, host, port, tls=False, address="", **choice):
         return converse_by_http(conversation, (host, port, tls, address))
     deadline = time.monotonic() + LIST_S
     if room.fetched_over == "udp":
-        connected = udp_socket(address or host, port)
+        connected: Any = udp_socket(address or host, port)
     else:
         connected = socket.create_connection((address or host, port), CONNECT_S)
     with connected as sock:
@@ -13759,7 +13654,7 @@ class Upstreams:
 
         Servers that were found at a master which the ini does not name any more leave. All lists
         are then fetched anew, so those that another list names are found again at once."""
-        lists_before = {upstream_list.upstream: upstream_list for upstream_list in self.lists}
+        lists_before: Dict[Any, Any] = {one.upstream: one for one in self.lists}
         self.lists = []
         for upstream in settings["upstream.masters"]:
             if self.rooms[upstream.game].is_on(settings):
@@ -13795,16 +13690,18 @@ class Upstreams:
                 listed[upstream.game, upstream.name], upstream_list.trouble)
 
     def start_fetch(self, now):
-        """Let the thread fetch the list whose last fetch is the oldest, if one is due."""
+        """Let the thread fetch the list that is due for the longest time, if one is."""
         interval = self.settings["upstream.interval"]
-        due = []
-        for upstream_list in self.lists:
+
+        def due_at(upstream_list):
             pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
-            if now >= upstream_list.tried_at + pause_s:
-                due.append(upstream_list)
-        if self.is_fetching or not due:
+            return upstream_list.tried_at + pause_s
+
+        if self.is_fetching or not self.lists:
             return
-        next_list = min(due, key=lambda upstream_list: upstream_list.tried_at)
+        next_list = min(self.lists, key=due_at)
+        if due_at(next_list) > now:
+            return
         next_list.tried_at = now
         self.is_fetching = True
         fetch = functools.partial(
@@ -14413,13 +14310,13 @@ class AnnouncedMaster:
 
     address = state = ""
     was_accepted: Optional[bool] = None
+    pause_s = RETRY_S               # the pause after the next failure
 
     def __init__(self, host, port, tls):
         self.host = host
         self.port = port
         self.tls = tls
         self.name = endpoint_text(host, port)
-        self.pause_s = RETRY_S          # the pause after the next failure
 
     def set_state(self, state, level=logging.WARNING):
         """Set `state`, and log it if it has changed."""
@@ -14465,9 +14362,7 @@ class Announcement:
     can run only once. """
 
     failure = ""
-    # This is not a threading.Event, because stop() may be called in a signal handler, and that may
-    # have interrupted the thread that holds the Event's lock
-    stopping = False
+    stopping = False                    # no threading.Event; see MasterServer.stopping
     has_complained = False              # True if the log says already that the players are unknown
 
     def __init__(self, game: str, port: int, masters: Union[str, Sequence[str]],
@@ -14481,9 +14376,8 @@ class Announcement:
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
-        # 65535 is not accepted, because SubSpace needs the next port too. The number may be given
-        # as text
-        game_port = number_reader(1, 65534)(str(port))
+        # Masters query the port `offset` after it. The number may be given as text
+        game_port = number_reader(1, MAX_PORT - self.room.offset)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
             name="%s server" % (self.room.title or game))
@@ -14513,9 +14407,9 @@ class Announcement:
 
         Raise ValueError if a value cannot be announced; then none of them is."""
         for name, value in fields.items():
-            is_number = type(value) is int
-            if type(value) is not ANNOUNCED_ATTRIBUTES.get(name) or (
-                    is_number and not 0 <= value <= PLAYERS_MAX):
+            is_of_its_type = type(value) is ANNOUNCED_ATTRIBUTES.get(name)
+            is_out_of_range = type(value) is int and not 0 <= value <= PLAYERS_MAX
+            if not is_of_its_type or is_out_of_range:
                 raise ValueError("%s=%r cannot be announced" % (name, value))
             self.room.check_announced(name, value)
         for name, value in fields.items():
@@ -14597,9 +14491,8 @@ class Announcement:
     def talk_to(self, master):
         """Announce to one master, in one conversation, until stop() is called.
 
-        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError
-        if the master cannot be reached or closes the connection, Malformed if it breaks the
-        protocol, and MasterRefused if it refuses the server."""
+        By UDP, return after RESOLVE_S, so that the master's name is looked up again. Raise OSError,
+        Malformed, or MasterRefused if the master refuses the server."""
         master.address = resolve_host(master.host)
         conversation = self.room.announce(self.server)
         if self.room.announced_over == "http":
@@ -14615,10 +14508,9 @@ class Announcement:
                          lambda: self.stopping or time.monotonic() >= ends)
 
     def open_query_socket(self):
-        """Open the UDP port on which masters query the game server, and return its socket.
+        """Return a socket on the UDP port on which masters query the game server.
 
-        Return None if masters of this game do not query, or if the game server itself has the
-        port."""
+        Return None if masters of this game do not query, or if the game server has the port."""
         if self.room.answer is None:
             return None
         port = self.server.port + self.room.offset
@@ -14648,7 +14540,7 @@ class Announcement:
                 sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
-        """Announce the number of players in the last line of the file `players_from`."""
+        """Announce what the last line of the file `players_from` says."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()

@@ -695,7 +695,7 @@ class AddressTest(unittest.TestCase):
         for address, text in (
                 ("203.1.1.1", "203.0.0.0/8"), ("203.0.113.8", "203.0.113.0/24"),
                 ("203.0.113.9", "203.0.113.9"), ("2001:db8::1", "2001:db8::/32"), ("::1", None)):
-            self.assertEqual(known.find(ms.address_number(address)), text)
+            self.assertEqual(known.find(address), text)
 
     def test_listed_address(self):
         rules = ms.Rules(ms.Settings({"server.public_address": "203.0.113.1",
@@ -6111,6 +6111,18 @@ class LuantiWorld(World):
         return self.here.found({"private": json.loads(LUANTI_STORED)})
 
 
+DDNET_STORED = {
+    "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
+    "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
+DDNET_WRONG = [
+    {"ddnet_registration": {**DDNET_STORED, name: value}} for name, values in {
+        "info": ("", "{}", 5, None, ddnet_info(x="y" * 32_768).decode()),
+        "serial": (1.5, None, True, "1"),
+        "secret": ("", None, "0" * 31, "0" * 33, "g" * 32, 5),
+        "addresses": ([], None, [5], ["tw-0.6+udp://x:1"], ["tw-0.6+udp://203.0.113.9:1"] * 5,
+                      ["http://203.0.113.9:8399"], "tw", {"a": 1})}.items() for value in values]
+
+
 class DdnetWorld(World):
     room, place, unheard = ms.Ddnet, ("203.0.113.9", 8399), "challenged"
     listed = {"name": 'Te st "\u00fc" <b>', "mode": "TestDDraceNetwork", "map": "Tutorial",
@@ -6118,11 +6130,8 @@ class DdnetWorld(World):
     lists = ((ms.DDNET_SERVERS, b'{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399"],'
               b'"info":%s}]}\n' % DDNET_INFO),)
     fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
-    registration = {
-        "info": DDNET_INFO.decode(), "serial": 0, "secret": "0123456789abcdef" * 2,
-        "addresses": ["tw-0.6+udp://203.0.113.9:8399"]}
-    private = {"ddnet_registration": registration}
-    bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}})
+    private = {"ddnet_registration": DDNET_STORED}
+    bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}}, *DDNET_WRONG)
     contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
                "http_allow_insecure 1")
     page_words = ("tw-0.6+udp://203.0.113.9:8399",)
@@ -6946,7 +6955,6 @@ class HttpTest(WebCase):
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n", 414, "4096"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 17000, 431, "16384"),
         (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "100"),
-        (b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n", 501, "BREW"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505, "version"),
         (b"GET /\r\n\r\n", 400, "METHOD PATH"),
@@ -6962,7 +6970,7 @@ class HttpTest(WebCase):
         (b"GET /server?game=x&address=192.0.2.1&port=1&span=x", 400, "week"),
         (b"GET /check?address=play.example.org", 400, "203.0.113.7"),
         (b"GET /history.json?game=iceball", 404, "no history"),
-        (b"DELETE /", 405, "GET"),
+        (b"DELETE /", 405, "GET"), (b"BREW /", 405, "GET"),
         (b"GET /announce", 405, "POST"),
     )
 
@@ -8509,22 +8517,15 @@ class DdnetTest(WebCase):
                                                size=size), (200, "success"))
             self.assertEqual(self.entries(), [
                 {"addresses": self.URLS[:2], "info": json.loads(DDNET_INFO)}])
-            self.assertEqual(self.outcome(), ("listed", ""))
             server, = self.registry.servers()
-            for name, value in {
-                    "game": "ddnet", "room": "ddnet", "address": self.HERE, "port": 8399,
-                    "name": 'Te st "ü" <b>', "mode": "TestDDraceNetwork", "map": "Tutorial",
-                    "version": "0.6.4, 16.4", "players": 0, "max_players": 64,
-                    "verified": "handshake", "last_seen": 30.0}.items():
-                self.assertEqual(getattr(server, name), value, name)
+            self.assertEqual((server.last_seen, self.outcome()), (30.0, ("listed", "")))
             for fields, left in ((DDNET_DELETE_0_6, [[self.URLS[1]]]), (DDNET_DELETE_0_7, []),
                                  (DDNET_DELETE_0_7, [])):
                 self.assertEqual(self.send(ddnet_request(fields), now=31.0, size=size),
                                  (200, "success"))
                 self.assertEqual(self.addresses(), left)
-            self.assertEqual(self.outcome()[0], "stopped")
             self.tick(31.0)
-            self.assertEqual((self.ddnet.by_secret, self.ddnet.by_endpoint), ({}, {}))
+            self.assertEqual((self.outcome()[0], self.ddnet.by_secret), ("stopped", {}))
 
     def test_the_list_by_head_and_how_old_it_is(self):
         self.register()
@@ -8533,9 +8534,7 @@ class DdnetTest(WebCase):
             data = self.exchange(http_request(ms.DDNET_SERVERS, method=method), now=1.0)
             head, _, body = data.partition(b"\r\n\r\n")
             for line in (b"HTTP/1.1 200 OK", b"Last-Modified: Fri, 02 Jan 1970 00:00:01 GMT",
-                         b"Date: Fri, 02 Jan 1970 00:00:01 GMT",
-                         b"Content-Type: application/json; charset=utf-8",
-                         b"Access-Control-Allow-Origin: *"):
+                         b"Date: Fri, 02 Jan 1970 00:00:01 GMT", b"Access-Control-Allow-Origin: *"):
                 self.assertIn(line, head.split(b"\r\n"))
             self.assertEqual((b"Age:" in head, not body), (False, is_empty))
 
@@ -8555,44 +8554,43 @@ class DdnetTest(WebCase):
             self.assertEqual(dict(self.registry.own.counts), {self.HERE: 1})
         self.assertEqual(self.ddnet.facts(server), [("Addresses", ", ".join(self.URLS))])
 
-    def test_who_is_silent(self):
-        """Each address leaves by itself after 30 s, and the server with its last one."""
-        six_4, seven_4, six_6, seven_6 = self.URLS
-        for silent, stay in ((0, [six_4, seven_4, seven_6]), (1, [seven_4, six_6, seven_6]),
-                             (2, [six_4, seven_4, six_6]), (3, [six_4, six_6, seven_6])):
+    def test_addresses_leave_one_by_one(self):
+        """Each after 30 s, the server with its last one; it moves to what it has left."""
+        six_4, seven_4, six_6, seven_6 = self.URLS          # in the order of all_four(): 6, 4, 6, 4
+        for heard_again, deleted, rows in (
+                ({1, 2, 3}, (), ((30.0, [six_4, seven_4, seven_6]), (50.0, None))),
+                ({0, 2, 3}, (), ((30.0, [seven_4, six_6, seven_6]), (50.0, None))),
+                ({0, 1, 3}, (), ((30.0, [six_4, seven_4, six_6]), (50.0, None))),
+                ({0, 1, 2}, (), ((30.0, [six_4, six_6, seven_6]), (50.0, None))),
+                ({0, 2}, (), ((30.0, [six_6, seven_6]), (50.0, None))),
+                ({0}, (), ((30.0, [six_6]), (50.0, None))),
+                ({0, 2}, (DDNET_DELETE_0_6, DDNET_DELETE_0_7),
+                 ((20.0, [six_6, seven_6]), (50.0, None))),
+                ((), (), ((30.0, None),))):
             self.start()
             for number, (fields, source) in enumerate(self.all_four()):
-                if number != silent:
+                if number in heard_again:
                     self.send(ddnet_request(fields), source, 20.0)
-            for now, addresses in (29.9, [self.URLS]), (30.0, [stay]), (49.9, [stay]), (50.0, []):
-                self.tick(now)
-                self.assertEqual(self.addresses(now), addresses)
-
-    def test_a_server_moves_to_what_it_has_left(self):
-        """Its IPv4 addresses fall silent or are deleted."""
-        for is_deleted in (False, True):
-            self.start()
-            now = 20.0
-            for fields, source in self.all_four():
-                if source == self.HERE_6:
-                    self.send(ddnet_request(fields), source, now)
-                    now -= 10.0
-            for fields in (DDNET_DELETE_0_6, DDNET_DELETE_0_7) if is_deleted else ():
+            for fields in deleted:
                 self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
-            self.tick(30.0)
-            server, = self.registry.servers()
-            self.assertEqual((server.address, server.last_seen), (self.HERE_6, 20.0))
-            for now, addresses in (40.0, [self.URLS[2:3]]), (50.0, []):
+            before = self.addresses()
+            for now, addresses in rows:
+                self.tick(now - 0.1)
+                self.assertEqual(self.addresses(now), before)
                 self.tick(now)
-                self.assertEqual(self.addresses(now), addresses)
+                before = [addresses] if addresses else []
+                self.assertEqual(self.addresses(now), before)
+                for server in self.registry.servers():
+                    address = self.HERE if "203" in addresses[0] else self.HERE_6
+                    self.assertEqual((server.address, server.last_seen), (address, 20.0))
 
     def test_when_the_info_is_needed(self):
         self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
         answer, fields = self.register()
-        for serial, body, expected in (
-                (0, b"", "success"), (1, b"", "need_info"), (1, ddnet_info(name="B"), "success"),
-                (1, b"", "success"), (0, b"", "success"), (3, b"", "need_info"),
-                (3, ddnet_info(name="C"), "success"), (3, b"", "success")):
+        for serial, name, expected in (
+                (0, "", "success"), (1, "", "need_info"), (1, "B", "success"), (1, "", "success"),
+                (0, "", "success"), (3, "", "need_info"), (3, "C", "success"), (3, "", "success")):
+            body = ddnet_info(name=name) if name else b""
             request = ddnet_request(fields.replace("Serial: 0", "Serial: %d" % serial), body)
             self.assertEqual(self.send(request), (200, expected))
         self.assertEqual([server.name for server in self.registry.servers()], ["C"])
@@ -8695,29 +8693,20 @@ class DdnetTest(WebCase):
         """For another port, protocol, address or Secret, wrong or too old: nothing changes."""
         answer, fields = self.register()
         before = self.entries(), self.registry.generation
-        other_secret = fields.replace("2ffa", "0000")
+        other_secret, token = fields.replace("2ffa", "0000"), self.token()
         for forged, source, now in (
                 (other_secret.replace(":8399", ":8400"), self.HERE, 1.0),
                 (other_secret, self.HERE, 1.0), (other_secret, "203.0.113.10", 1.0),
-                (other_secret, self.HERE_6, 1.0),
-                (fields, self.HERE_6, 1.0),
+                (other_secret, self.HERE_6, 1.0), (fields, self.HERE_6, 1.0),
                 (fields.replace("tw-0.6", "tw-0.7") + "Connless-Token: 00000000\r\n", self.HERE,
                  1.0),
-                (fields.replace(self.token(), ""), self.HERE, 1.0),
-                (fields.replace(self.token(), "x" * 16), self.HERE, 1.0),
-                (fields.replace(self.token(), "0" * 16), self.HERE, 1.0),
-                (fields.replace(self.token(), self.token()[:-2]), self.HERE, 1.0),
+                *((fields.replace(token, wrong), self.HERE, 1.0)
+                  for wrong in ("", "x" * 16, "0" * 16, token[:-2])),
                 (fields, self.HERE, 240.0), (fields, self.HERE, 3600.0)):
             for body in ddnet_info(name="Forged"), b"":
                 self.assertEqual(self.send(ddnet_request(forged, body), source, now),
                                  (200, "need_challenge"), forged)
             self.assertEqual((self.entries(), self.registry.generation), before)
-        # Nor does one help that was sent for another Secret, while nobody is listed there
-        self.start()
-        self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
-        with_token = DDNET_0_6 + "Challenge-Token: %s\r\n" % self.token()
-        self.assertEqual(self.send(ddnet_request(with_token.replace("2ffa", "0000"), DDNET_INFO)),
-                         (200, "need_challenge"))
         # It is good for two minutes at least, whenever it was made
         for made_at in (0.0, 119.9, 120.0):
             self.start()
@@ -8726,85 +8715,77 @@ class DdnetTest(WebCase):
                 self.assertEqual(self.send(ddnet_request(fields), now=now), (200, "success"))
 
     def test_a_secret_that_belongs_to_another(self):
-        """Who has learned it, but has another address or port, changes nothing."""
+        """Who has learned it, but has another address or port, changes nothing; nor does somebody
+        without it."""
         self.register(DDNET_0_6, ddnet_info(name="Right"))
         self.assertEqual(self.register(self.other(8400))[0], (200, "success"))
         before = self.entries()
-        for forged, source, words in (
-                (DDNET_0_6, "203.0.113.10", "it is that of the server at"),
-                (DDNET_0_6.replace("8399", "8401"), self.HERE, "it is that of the server at"),
-                (DDNET_0_6.replace("8399", "8400"), self.HERE, "it is that of the server at"),
-                (DDNET_0_6.replace("8399", "8401"), self.HERE_6, "it is that of the server at"),
-                (DDNET_DELETE_0_6.replace("2ffa", "0000"), self.HERE, "is listed with another one"),
-                (DDNET_DELETE_0_6.replace("8399", "8400"), self.HERE, "is listed with another one"),
-                (DDNET_0_7, "fe80::1%eth0", "cannot be the address of a server"),
-                (DDNET_0_7, "0.0.0.9", "cannot be the address of a server")):
-            status, message = self.send(ddnet_request(forged, ddnet_info(name="Forged")), source)
-            self.assertEqual((status, words in message), (
-                400 if "cannot" in words else 403, True), message)
-        for nothing, source in (DDNET_DELETE_0_6, "203.0.113.10"), (DDNET_DELETE_0_7, self.HERE):
-            self.assertEqual(self.send(ddnet_request(nothing), source), (200, "success"))
-        self.assertEqual(self.entries(), before)
+        owner, impossible = "it is that of the server at", "cannot be the address of a server"
+        for forged, source, status, words in (
+                (DDNET_0_6, "203.0.113.10", 403, owner),
+                (DDNET_0_6.replace("8399", "8401"), self.HERE, 403, owner),
+                (DDNET_0_6.replace("8399", "8400"), self.HERE, 403, owner),
+                (DDNET_0_6.replace("8399", "8401"), self.HERE_6, 403, owner),
+                (DDNET_0_7, "fe80::1%eth0", 400, impossible),
+                (DDNET_0_7, "0.0.0.9", 400, impossible),
+                (DDNET_DELETE_0_6.replace("2ffa", "0000"), self.HERE, 200, "success"),
+                (DDNET_DELETE_0_6.replace("8399", "8400"), self.HERE, 200, "success"),
+                (DDNET_DELETE_0_6, "203.0.113.10", 200, "success"),
+                (DDNET_DELETE_0_7, self.HERE, 200, "success")):
+            answer = self.send(ddnet_request(forged, ddnet_info(name="Forged")), source)
+            self.assertEqual((answer[0], words in answer[1]), (status, True), answer)
+            self.assertEqual(self.entries(), before)
 
     def test_a_game_server_that_starts_again(self):
-        """Its new Secret takes the place of the old one, once it has proven its port. Each protocol
-        is challenged once, though 0.6 has taken the place before 0.7 returns its token."""
-        for keeps_ipv6 in (False, True):
-            self.start()
-            places = self.all_four()
-            with_tokens = []
-            for fields in DDNET_0_6, DDNET_0_7:
-                fields = fields.replace("2ffa", "0000")
-                self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO)),
-                                 (200, "need_challenge"))
-                with_tokens.append(fields + "Challenge-Token: %s\r\n" % self.token())
-            for now in (0.0, 15.0):
-                for fields in with_tokens:
-                    self.assertEqual(self.send(ddnet_request(fields, ddnet_info(name="Again")),
-                                               now=now), (200, "success"))
-            self.assertEqual(self.addresses(), [self.URLS[:2], self.URLS[2:]])
-            for fields, source in places:               # the former life
-                if source == self.HERE:
-                    self.assertEqual(self.send(ddnet_request(fields), source, 30.0),
-                                     (200, "need_challenge"))
-                elif keeps_ipv6:
-                    self.assertEqual(self.send(ddnet_request(fields), source, 30.0)[0], 200)
-            again = DDNET_0_6.replace("2ffa", "0000")
-            answer, _ = self.register(again, DDNET_INFO, self.HERE_6, 30.0)
-            self.assertEqual(answer, (200, "success"))
-            self.assertEqual(self.addresses(), [self.URLS[:3]])
+        """After a crash it has a new Secret. It is listed once its former life has left, which
+        cannot come back then."""
+        places = self.all_four()
+        fields = DDNET_0_6.replace("2ffa", "0000")
+        (status, message), with_token = self.register(fields, now=15.0)
+        self.assertEqual((status, "was started again waits 30 s" in message), (403, True))
+        self.assertEqual(self.addresses(), [self.URLS])
+        self.tick(30.0)
+        for now in (30.0, 45.0):
+            self.assertEqual(self.send(ddnet_request(with_token, DDNET_INFO), now=now),
+                             (200, "success"))
+        for fields, source in places[1::2]:
+            self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO), source, 45.0)[0], 403)
+        self.assertEqual(self.addresses(), [self.URLS[:1]])
+        # A server does not move to where another one is listed meanwhile; it leaves
+        self.start()
+        places = self.all_four()
+        self.assertEqual(self.register(DDNET_0_6.replace("2ffa", "0000"), source=self.HERE_6)[0],
+                         (200, "success"))
+        for fields in DDNET_DELETE_0_6, DDNET_DELETE_0_7:
+            self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
+        self.assertEqual(self.addresses(), [self.URLS[2:3]])
 
     def test_many_servers_of_one_machine_at_once(self):
-        for round_number in range(3):
+        for now in 0.0, 15.0, 30.0:
             for port in range(9000, 9032):
-                answer, _ = self.register(self.other(port), ddnet_info(name=str(round_number)),
-                                          now=15.0 * round_number)
+                answer, _ = self.register(self.other(port), now=now)
                 self.assertEqual(answer, (200, "success"))
         for _ in range(200):
             status, message = self.send(ddnet_request(DDNET_0_6), now=30.0)
         self.assertEqual((status, "Too many requests" in message), (429, True))
         self.start(limits__datagrams="100/1")           # a registration usually costs two tokens
-        self.assertEqual(self.register(now=1.0)[1][-2:], "\r\n")
+        self.assertEqual(self.register(now=1.0)[0], (200, "success"))
 
     def test_rules_and_limits(self):
         """Each is answered in words that the game server logs."""
-        self.start(server__refuse_names="casino", **{"bans.198.51.100.0/24": "fake players"})
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO), "198.51.100.1"),
-                         (403, "fake players"))
+        self.start(server__refuse_names="casino", limits__servers_per_source="1",
+                   **{"bans.198.51.100.0/24": "fake players"})
         self.assertEqual(self.register(body=ddnet_info(name="A Casino"))[0][0], 403)
-        for port in range(9000, 9032):
-            self.assertEqual(self.register(self.other(port))[0], (200, "success"))
-        status, message = self.send(ddnet_request(self.other(9032), DDNET_INFO))
-        self.assertEqual((status, "at most 32 servers" in message), (429, True))
-        self.assertEqual(self.registry.total, 32)
-        for request, answer in (
-                (ddnet_request(DDNET_0_6, b"x" * 32769),
-                 (413, "At most 32768 bytes are accepted.")),
-                (http_request(ms.DDNET_REGISTER),
-                 (405, "/ddnet/15/register takes POST, OPTIONS.")),
-                (ddnet_request(DDNET_0_6 + "Origin: http://a.example\r\n"),
-                 (403, "A web page may not announce servers here."))):
-            self.assertEqual(self.send(request), answer)
+        self.assertEqual(self.register(self.other(9000))[0], (200, "success"))
+        page = "Origin: http://a.example\r\n"
+        for request, source, status, words in (
+                (ddnet_request(DDNET_0_6, DDNET_INFO), "198.51.100.1", 403, "fake players"),
+                (ddnet_request(DDNET_0_6, DDNET_INFO), self.HERE, 429, "at most 1 servers"),
+                (ddnet_request(DDNET_0_6, b"x" * 32769), self.HERE, 413, "At most 32768 bytes are"),
+                (http_request(ms.DDNET_REGISTER), self.HERE, 405, "takes POST, OPTIONS."),
+                (ddnet_request(DDNET_0_6 + page), self.HERE, 403, "A web page may not announce")):
+            answer = self.send(request, source)
+            self.assertEqual((answer[0], words in answer[1]), (status, True), answer)
         self.start(ddnet__enabled="no")
         self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO)),
                          (404, "DDNet servers are not listed here."))
@@ -8913,8 +8894,8 @@ class DdnetTest(WebCase):
         self.assertEqual(self.sent[-1][1], ("10.0.0.5", 9000))
         self.assertIn(["tw-0.6+udp://203.0.113.77:9000"], self.addresses())
 
-    def test_what_is_stored(self):
-        """All are back after a restart of the master. Who does not register within 30 s leaves."""
+    def test_after_a_restart_of_the_master(self):
+        """All addresses are back. Who does not register within 30 s leaves."""
         places = self.all_four()
         server, = self.registry.servers()
         row = ms.listed_row(server, 1000.0)
@@ -8923,8 +8904,6 @@ class DdnetTest(WebCase):
         self.registry.silence_counts_from = 10.0
         self.registry.insert(again)
         self.ddnet.resume(again)
-        self.assertEqual((again.confirmed, self.entries()[0]["info"], self.addresses()),
-                         (False, json.loads(DDNET_INFO), [self.URLS]))
         fields, source = places[1]
         self.assertEqual(self.send(ddnet_request(fields), source, 20.0), (200, "need_challenge"))
         answer, _ = self.register(DDNET_0_6, b"", now=20.0)
@@ -8932,23 +8911,6 @@ class DdnetTest(WebCase):
         for now, addresses in (39.9, [self.URLS]), (40.0, [self.URLS[:1]]), (50.0, []):
             self.tick(now)
             self.assertEqual(self.addresses(), addresses)
-
-    def test_a_stored_registration_is_checked(self):
-        right = {"info": DDNET_INFO.decode(), "serial": 3, "secret": "0" * 32,
-                 "addresses": self.URLS[:1]}
-        self.assertEqual(ms.Ddnet.restored({"ddnet_registration": right})["ddnet_registration"],
-                         {**right, "info": ms.read_ddnet_info(DDNET_INFO)})
-        for name, values in (
-                ("info", ("", "{}", 5, None, ddnet_info(x="y" * 32_768).decode())),
-                ("serial", (1.5, None, True, "1")),
-                ("secret", ("", None, "0" * 31, "0" * 33, "g" * 32, 5)),
-                ("addresses", ([], None, [5], ["tw-0.6+udp://x:1"], self.URLS[:1] * 5,
-                               ["http://203.0.113.9:8399"], "tw", {"a": 1}))):
-            self.assertRaises(ms.Malformed, ms.Ddnet.restored, {})
-            lacking = {key: right[key] for key in right if key != name}
-            for wrong in (lacking, *({**right, name: value} for value in values)):
-                with self.subTest(wrong=wrong), self.assertRaises(ms.Malformed):
-                    ms.Ddnet.restored({"ddnet_registration": wrong})
 
     def test_pages(self):
         """Why it is not listed; names and clans on the server's page alone."""
@@ -8968,34 +8930,15 @@ class DdnetTest(WebCase):
                          ("A b", 2, 64, {"flags": "password"}))
         self.assertEqual(self.ddnet.player_names(server), ["<ann> (C&A)", "bob", "eve"])
 
-    def test_the_list_of_another_master(self):
+    def test_entries_of_another_master(self):
         """Those who play are counted."""
         entry = {"addresses": self.URLS[2:], "location": "eu", "info": json.loads(ddnet_info(
             clients=[ddnet_client(), ddnet_client(is_player=False)]))}
         server = ms.read_ddnet_entry(entry)
-        self.assertEqual([server[name] for name in ("address", "port", "name", "players")],
-                         [self.HERE_6, 8399, 'Te st "ü" <b>', 1])
+        self.assertEqual((server["address"], server["players"]), (self.HERE_6, 1))
         for wrong in ("x", {}, {**entry, "addresses": []}, {**entry, "addresses": ["x"]},
                       {**entry, "info": {}}, {**entry, "info": {**entry["info"], "clients": 5}}):
             self.assertRaises(ms.Malformed, ms.read_ddnet_entry, wrong)
-
-    def test_mutations(self):
-        """Words or success, and never more."""
-        chance, seen = random.Random(39), set()
-        samples = [ddnet_request(fields, body)
-                   for fields, body in itertools.product((DDNET_0_6, DDNET_0_7, DDNET_DELETE_0_6),
-                                                         (DDNET_INFO, b""))]
-        for _ in range(1000):
-            data = bytearray(chance.choice(samples))
-            for _ in range(chance.choice((1, 2, 5))):
-                at = chance.randrange(len(data))
-                data[at:at + chance.choice((0, 1, 30))] = bytes(
-                    chance.choices(NASTY_BYTES, k=chance.choice((0, 1, 5))))
-            session = self.session(self.HERE)
-            out = feed(session, bytes(data)) + session.tick(60.0)
-            seen.add(int(out.split()[1]))
-        self.assertLessEqual({200, 400}, seen)
-        self.assertLessEqual(seen, {200, 404, *range(400, 500), 501, 505})
 
 
 DDNET_SERVER = "/usr/games/DDNet-Server"
@@ -10138,13 +10081,6 @@ class UdpSocketTest(unittest.TestCase):
             self.assertEqual((place.tally.received, place.tally.errors, place.tally.malformed),
                              (4, 1, 1))
 
-    def test_limited_datagrams_are_not_read(self) -> None:
-        for place in self.ways():
-            place.limiter = ms.Limiter((0.001, 3))
-            game = self.send(place, *[b"\1%d" % number for number in range(5)])
-            self.assertEqual([game.recv(100) for _ in range(3)], [b"\0010", b"\0011", b"\0012"])
-            self.assertEqual((place.tally.limited, place.tally.sent), (2, 3))
-
     def test_a_flood_in_its_name_does_not_keep_out_what_a_server_repeats(self) -> None:
         for place in self.ways():
             core = make_core(limits__exempt="")
@@ -10483,17 +10419,17 @@ class HttpsTest(unittest.TestCase):
 
     def test_who_speaks_no_tls(self) -> None:
         server = self.start()
-        with connect(server, "https") as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
-            status, _, body, rest = split_response(read_all(client))
-        self.assertEqual((status, rest), (400, b""))
-        self.assertIn(b"This port speaks HTTPS", body)
-        for data in b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
+        plain = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+        for data in plain, b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
             with connect(server, "https") as client:
                 client.sendall(data)
                 with contextlib.suppress(OSError):      # it may be closed already
                     client.shutdown(socket.SHUT_WR)
-                    read_all(client)
+                    answer = read_all(client)
+            if data == plain:
+                status, _, body, rest = split_response(answer)
+                self.assertEqual((status, rest), (400, b""))
+                self.assertIn(b"This port speaks HTTPS", body)
         self.assertEqual(self.ask(server, self.request("/healthz"))[0], 200)
         eventually(lambda: not server.connections)
 
@@ -10543,24 +10479,20 @@ class HttpsTest(unittest.TestCase):
         server = self.start(limits__servers_per_source="100000")
 
         def fill(now: float) -> None:
-            for number in range(9000):
+            for number in range(1, 9001):
                 server.registry.list_or_refresh(
-                    ("mygame", "203.0.113.9", 1 + number), "203.0.113.9", now, 600.0,
+                    ("mygame", "203.0.113.9", number), "203.0.113.9", now, 600.0,
                     {"name": "A server %d" % number, "map": "m" * 60, "description": "d" * 100})
         server.post(fill)
         eventually(lambda: server.registry.total >= 9000)
         client = self.connect(server)
         client.sendall(self.request("/servers.json"))
-        data = piece = client.recv(1 << 20)
-        while piece:
-            if len(data) < 1 << 20:
-                time.sleep(0.002)
-            piece = client.recv(1 << 20)
-            data += piece
-        status, _, body, rest = split_response(data)
-        self.assertEqual((status, rest), (200, b""))
-        self.assertGreater(len(body), 4 << 20)
-        self.assertEqual(len(json.loads(body)["servers"]), 9000)
+        pieces = [client.recv(1 << 20)]
+        while pieces[-1]:
+            time.sleep(0.002 if len(pieces) < 60 else 0)
+            pieces.append(client.recv(1 << 20))
+        status, _, body, rest = split_response(b"".join(pieces))
+        self.assertEqual((status, rest, len(json.loads(body)["servers"])), (200, b"", 9000))
 
     def test_clients_that_end_in_their_own_way(self) -> None:
         """With close_notify or without it, before and after an answer."""
@@ -10919,19 +10851,6 @@ class MasterServerTest(unittest.TestCase):
         with master() as server:
             eventually(lambda: server.next_tick)            # it waits, and hears at once
         self.assertLess(time.monotonic() - began, 2 * SOON_S)
-
-    def test_host_names_are_looked_up_in_a_thread_of_their_own(self) -> None:
-        found: List[Tuple[str, bool]] = []
-        with mock.patch.object(ms, "host_addresses", lambda host: {"a": ["203.0.113.9"]}[host]), \
-                master() as server, self.assertLogs("masterserver") as logged:
-            server.post(lambda now: 1 // 0)                 # a fault ends nothing else
-            for host in "a", "b":
-                server.post(lambda now, host=host: server.host_names.resolve(
-                    host, lambda address, now: found.append(
-                        (address, threading.current_thread() is server.thread)), ""))
-            eventually(lambda: len(found) == 2)
-        self.assertEqual(found, [("203.0.113.9", True), ("", True)])
-        self.assertIn("ZeroDivisionError", logged.output[0])
 
     def test_addresses_of_a_host(self) -> None:
         entries = [(socket.AF_INET6, 0, 0, "", ("2001:db8::1", 0)),
@@ -13720,8 +13639,7 @@ class LogTest(unittest.TestCase):
         self.addCleanup(reads.set)
         began = time.monotonic()
         ms.log.info("line 0")
-        # From here on the writing thread takes nothing more out of the queue
-        self.assertTrue(writing.wait(SOON_S))
+        self.assertTrue(writing.wait(SOON_S))       # from here on nothing more is taken
         for number in range(1, 3000):
             ms.log.info("line %d", number)
         with mock.patch.object(ms, "LOG_END_S", 0.2):
@@ -14413,11 +14331,7 @@ class Embedded(unittest.TestCase):
                 ({"http.template": "/nowhere/page.html"}, "template = /nowhere/page.html: ")):
             self.assertRaisesRegex(ms.SettingsError, words, ms.MasterServer, values)
 
-    def test_nothing_is_kept_unless_a_file_is_named(self) -> None:
-        """Nor do servers whose connections end with the program leave the list."""
-        unnamed = master()
-        self.addCleanup(unnamed.close)
-        self.assertIsNone(unnamed.database)
+    def test_servers_whose_connections_end_with_the_program_stay_in_the_saved_list(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             settings = {"server__database": os.path.join(folder, "db"), "aio__port": "0"}
             with master(**settings) as server, connect(server, "aio") as game:
