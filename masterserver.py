@@ -121,8 +121,8 @@ OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists
 WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
 # Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
-# Game servers of one source that may wait for the same look-up. If each is a Luanti server with the
-# longest announcement, those of all strangers take 80 MB
+# Game servers of one source that may wait for the same look-up. With the longest announcement of
+# any game, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
 STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
@@ -130,7 +130,7 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
-PLAYERS_MAX = 65535             # in the list with the widest field (Iceball, SubSpace: u16)
+PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
 COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
 COOKIE_MAC_BYTES = 8            # at 100,000 guesses a second, one takes six million years
@@ -243,7 +243,7 @@ def number_reader(low, high, kind=int):
 
 def read_port(text):
     """Return the port to listen on, 0 for one that the system chooses, None for no listener."""
-    # 65535 is not allowed, because SubSpace also listens on the port after its own
+    # The last port is not allowed, because a room may also listen on the port after this one
     return number_reader(0, MAX_PORT - 1)(text) if text.strip() else None
 
 
@@ -1075,9 +1075,11 @@ class Networks:
         # The smallest networks come first
         self.by_host_bits = sorted(labels_by_bits.items())
 
-    def find(self, number):
-        """Return the label of the smallest network with the address of this address_number(), or
-        None."""
+    def find(self, address):
+        """Return the label of the smallest network with this address, or None."""
+        if not self.by_host_bits:
+            return None
+        number = address_number(address)
         for host_bits, labels in self.by_host_bits:
             prefix = number >> host_bits
             if prefix in labels:
@@ -1085,7 +1087,7 @@ class Networks:
         return None
 
     def __contains__(self, address):
-        return bool(self.by_host_bits) and self.find(address_number(address)) is not None
+        return self.find(address) is not None
 
 
 # A game server in one of these networks may announce another address than its own
@@ -1355,7 +1357,8 @@ class Turns:
     def add(self, address, key, thing, limit):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
-        self.pop(key)
+        if key in self.things:
+            self.pop(key)
         source, *_ = source_keys(address)
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
@@ -1417,21 +1420,17 @@ class Cookie:
         self.key = key
         self.size = size
         self.window_s = window_s
-        self.begin_window(0.0)
-
-    def begin_window(self, now):
-        """Prepare the hash objects of the present window and the one before."""
-        window = int(now // self.window_s)
-        self.window_ends = (window + 1.0) * self.window_s
-        # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
-        self.previous, self.current = [
-            hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-            for number in (window - 1, window)]
+        self.window_ends = -math.inf
 
     def make(self, message, now):
         """Return the MAC of a message."""
         if now >= self.window_ends:
-            self.begin_window(now)
+            window = int(now // self.window_s)
+            self.window_ends = (window + 1.0) * self.window_s
+            # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+            self.previous, self.current = [
+                hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
+                for number in (window - 1, window)]
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
@@ -1609,10 +1608,9 @@ class Rules:
 
     def verdict(self, address):
         """Return the verdict about an address: BLOCKED, EXEMPT or NO_VERDICT."""
-        number = address_number(address)
-        if self.blocked.find(number) is not None:
+        if self.blocked.find(address) is not None:
             return BLOCKED
-        if self.exempt.find(number) is not None:
+        if self.exempt.find(address) is not None:
             return EXEMPT
         return NO_VERDICT
 
@@ -1647,7 +1645,7 @@ class Rules:
         if not self.bans.by_host_bits:
             return ""
         for address in set(addresses):
-            reason = self.bans.find(address_number(address))
+            reason = self.bans.find(address)
             if reason is not None:
                 return reason or "banned, no reason given"
         return ""
@@ -3227,7 +3225,7 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
-# A refused server is announced again after this time, as Iceball's game servers do
+# A refused server is announced again after this time
 REFUSED_S = 1800.0
 
 
@@ -3704,8 +3702,7 @@ MISSED_POLLS_LIMIT = 3
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
 # At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
-# servers take nine tenths of the rate. If each is a Luanti server with the longest announcement,
-# those announcements take 160 MB
+# servers take nine tenths of the rate. With the longest announcement of any game, they take 160 MB
 MAX_NEWCOMERS = 2000
 # Listed servers leave one query in ten to newcomers
 NEWCOMER_SHARE = 10
@@ -3752,7 +3749,7 @@ class Target:
     trouble       why a datagram that came in this poll is not an answer, or ""
     ping_ms       the round trip of the last answer, in milliseconds
     step          what the room keeps during a poll with several questions
-    server        the Server, if it is listed without the target's answers; see Aio"""
+    server        the Server, if it is listed without the target's answers"""
 
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
@@ -5171,16 +5168,11 @@ ZONE_PASSWORD = b"cane"             # zones announce it unless they have set ano
 MAX_ZONE_PORT = 65534               # the zone answers pings on the next port
 # Zones announce themselves every 60 s, so a zone has gone after three lost announcements in a row
 ZONE_LIFETIME_S = 180.0
-# With 8 bytes, the chance that two of a million passwords have the same hash is 1 in 40 million
-ZONE_PASSWORD_HASH_BYTES = 8
 # The owner of a zone that was announced by HTTP has this in place of a UDP port
 ZONE_HTTP_PORT = "0"
 # This many announcements may wait for the answer to a ping; together they take at most 15 MB. A
 # flood of 30,000 announcements a second, more than the master can read, needs 0.3 s to push one out
 MAX_WAITING_ANNOUNCEMENTS = 8192
-# The limit for answers to one source that are exactly as long as their pings: (answers a second,
-# answers at once). Without it, two ping ports would answer each other for ever
-ECHO_RATE = 1, 5
 PING_SHORT = Form("<I", "timestamp")
 PING_TOTAL = Form("<I I", "total timestamp")            # answers a ping of 4 bytes
 PING_LONG = Form("<I I", "timestamp options")           # a ping of 8 bytes; begins its answer
@@ -5188,8 +5180,6 @@ PING_SUMMARY = 1                    # the option that asks for the counts of the
 PING_ARENAS = 2                     # the option that asks for the counts of each arena
 PING_COUNTS = Form("<I I", "total playing")             # of the zone
 PING_ARENA_COUNTS = Form("<H H", "total playing")       # of an arena, after its name
-PING_ANSWER_BYTES = 512             # the document: no packet is larger
-PING_ANSWER_BYTES_ACCEPTED = 520    # one implementation sends up to 520
 
 
 def zone_owner(zone):
@@ -5200,29 +5190,14 @@ def zone_owner(zone):
 def zone_owned_by(source_port, password):
     """Return the private attributes of a zone that was announced from this UDP port, with this
     password, in bytes. Only a hash of the password is kept."""
-    # `person` makes the hash differ from a plain hash of the same password
-    hashed = hashlib.blake2b(
-        password, digest_size=ZONE_PASSWORD_HASH_BYTES, person=b"zone password")
+    # `person` makes the hash differ from a plain hash of the same password. With 8 bytes, the
+    # chance that two of a million passwords have the same hash is 1 in 40 million
+    hashed = hashlib.blake2b(password, digest_size=8, person=b"zone password")
     return {"zone_owner": {"port": str(source_port), "password": hashed.hexdigest()}}
 
 
 def read_zone_owner(stored):
-    """Return an owner from its stored form, or {}: then nobody owns the zone."""
-    if not isinstance(stored, dict):
-        return {}
-    port, password = str(stored.get("port")), str(stored.get("password"))
-    is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535
-    if not is_port or not re.fullmatch("[0-9a-f]{%d}" % (2 * ZONE_PASSWORD_HASH_BYTES), password):
-        return {}
-    return {"port": port, "password": password}
-
-
-class ZonePoll(NamedTuple):
-    """What a zone has answered so far in a poll, as attributes of Server, and what it is asked
-    next."""
-
-    options: int
-    fields: Dict[str, Any]
+    return {"port": str(stored["port"]), "password": str(stored["password"])}
 
 
 class SubSpace(PolledGame, UdpProtocol):
@@ -5286,10 +5261,8 @@ class SubSpace(PolledGame, UdpProtocol):
     def __init__(self, master=None):
         super().__init__(master)
         self.cookie = Cookie(os.urandom(16), PING_SHORT.size)
-        # Announcements whose zones have not answered a ping yet, each with the time until which
-        # other announcers cannot replace it; by the zone's address and port
+        # Announcements whose zones have not answered a ping yet, by the zone's address and port
         self.waiting = Turns(MAX_WAITING_ANNOUNCEMENTS)
-        self.echo_limiter = Limiter(ECHO_RATE)
 
     def read(self, settings):
         super().read(settings)
@@ -5302,14 +5275,17 @@ class SubSpace(PolledGame, UdpProtocol):
         if len(data) not in (PING_SHORT.size, PING_LONG.size):
             return self.take_announcement(data, peer, now)
         source, source_port = peer[:2]
-        endpoint = endpoint_text(source, source_port).encode()
+        endpoint = endpoint_text(source, source_port)
         # Answers to our pings repeat the MAC at their end. They are recognized before the limits
         # apply. Otherwise a flood of pings with the zone's forged address would keep them out
-        if not self.cookie.is_valid(data[-PING_SHORT.size:], endpoint, now):
-            return [(self.answer_ping(data, source, now), peer)]
+        mac = data[-PING_SHORT.size:]
+        if not self.cookie.is_valid(mac, endpoint.encode(), now):
+            answer = self.answer_ping(data, source, now)
+            return [(answer, peer)]
         # A shorter datagram is our own ping: a zone was announced at this master's own port
         if len(data) == PING_TOTAL.size:
-            self.list_waiting(source, source_port - 1, PING_TOTAL.read(data).total, now)
+            players = PING_TOTAL.read(data).total
+            self.list_waiting(source, source_port - 1, players, now)
         return []
 
     def answer_ping(self, ping, source, now):
@@ -5318,14 +5294,12 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Limited
         arenas = []
         for game, census in sorted(self.registry.census(now).items()):
-            arenas.append((game.encode(), clamp(census.players), clamp(census.playing)))
+            arena = game.encode(), clamp(census.players), clamp(census.playing)
+            arenas.append(arena)
         answer = ping_answer(ping, arenas)
         # The sender may be forged, so the bytes beyond the size of the ping are limited
         surplus_bytes = len(answer) - len(ping)
         if not self.rules.allow_surplus("ping", source, surplus_bytes, now):
-            raise Limited
-        # An answer of the same size may itself be a ping to another master, which would answer it
-        if surplus_bytes == 0 and not self.echo_limiter.allow(source, now):
             raise Limited
         return answer
 
@@ -5338,34 +5312,31 @@ class SubSpace(PolledGame, UdpProtocol):
         source, source_port = peer[:2]
         port, announcement = read_zone_announcement(data, source_port)
         address = self.rules.listed_address(source)
-        announcement["name"] = announcement["name"] or endpoint_text(address, port)
-        zone = self.registry.get(self.game, address, port)
-        if zone is not None and self.keep_listed(zone, announcement, now, hash((data, peer))):
+        if not announcement["name"]:
+            announcement["name"] = endpoint_text(address, port)
+        key = self.game, address, port
+        zone = self.registry.get(*key)
+        fingerprint = hash((data, peer))
+        if zone is not None and self.keep_listed(zone, announcement, now, fingerprint):
             return []
         try:
             if zone is None:
-                self.registry.check_admission(
-                    (self.game, address, port), source, announcement["name"])
+                self.registry.check_admission(key, source, announcement["name"])
             self.check_ownership(zone, announcement, now)
         except Refused as refused:
             refused.port = port
             raise
         ping_port = port + 1
         if zone is None:
-            self.registry.record_outcome(source, self.game, port, "silent", now,
-                                         "no answer yet to a ping on UDP port %d" % ping_port)
-        waiting, protected_until = self.waiting.get((source, port)) or (announcement, now)
-        if now < protected_until and waiting["private"] != announcement["private"]:
-            # A forged announcement must not profit from the answer to another one's ping
-            return []
+            reason = "no answer yet to a ping on UDP port %d" % ping_port
+            self.registry.record_outcome(source, self.game, port, "silent", now, reason)
         limit = self.rules.max_servers_per_source
-        if self.rules.exempts(source):
-            limit = MAX_WAITING_ANNOUNCEMENTS
-        self.waiting.add(source, (source, port), (announcement, now + POLL_TIMEOUT_S), limit)
-        ping = self.cookie.make(endpoint_text(source, ping_port).encode(), now)
+        self.waiting.add(source, (source, port), announcement, limit)
+        endpoint = endpoint_text(source, ping_port)
+        ping = self.cookie.make(endpoint.encode(), now)
         return [(ping, (source, ping_port))]
 
-    def keep_listed(self, zone, announcement, now, fingerprint=None):
+    def keep_listed(self, zone, announcement, now, fingerprint):
         """Keep a zone listed if its announcement only says again what is listed. Return whether it
         does.
 
@@ -5375,11 +5346,10 @@ class SubSpace(PolledGame, UdpProtocol):
         announcer = announcement["private"]["zone_owner"]
         if owner.get("password") != announcer["password"]:
             return False
-        for name, value in announcement.items():
-            if name == "details":       # the others in the list come from answers
-                if zone.details.get("scores") != value.get("scores"):
-                    return False
-            elif name != "private" and getattr(zone, name) != value:
+        if zone.details.get("scores") != announcement["details"]["scores"]:
+            return False
+        for name in "name", "version", "description":
+            if getattr(zone, name) != announcement[name]:
                 return False
         if announcer != owner:
             if self.is_owner_silent(zone, now):
@@ -5391,22 +5361,21 @@ class SubSpace(PolledGame, UdpProtocol):
         if zone.master:
             return False                # it is pinged, so that we list it ourselves
         self.registry.confirm(zone, now)
-        if fingerprint is not None:
-            self.registry.set_fingerprint(zone, fingerprint)
+        self.registry.set_fingerprint(zone, fingerprint)
         return True
 
     def list_waiting(self, source, port, players, now):
         """List or change the zone at `source` and `port`, which has answered our ping, as the
         announcement says that waits for it, if one does."""
-        waiting = self.waiting.pop((source, port))
-        if waiting is None:             # the zone has answered twice, or too late
+        announcement = self.waiting.pop((source, port))
+        if announcement is None:        # the zone has answered twice
             return
         target = self.poller.find(self, source, port)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
         elif target.why == FOUND:
             target.why = ANNOUNCED
-        target.announcement, _ = waiting
+        target.announcement = announcement
         target.lifetime = math.inf if target.why == NAMED else ZONE_LIFETIME_S
         self.list_polled(target, {"players": clamp(players)}, now)
         # A poll that is under way starts again, because it may have begun before the zone did
@@ -5421,8 +5390,6 @@ class SubSpace(PolledGame, UdpProtocol):
         announcement["name"] = fields.get("name") or endpoint_text(address, port)
         announcement.pop("players", None)       # the zone's answers tell the players
         zone = self.registry.get(self.game, address, port)
-        if zone is not None and self.keep_listed(zone, announcement, now):
-            return self.poller.find(self, source, port)
         self.check_ownership(zone, announcement, now)
         return super().announced(source, port, announcement, now, lifetime)
 
@@ -5440,18 +5407,19 @@ class SubSpace(PolledGame, UdpProtocol):
             if owner["password"] != announcer["password"]:
                 raise Refused("password", "wrong password for this zone; a new password is "
                               "accepted once the zone has been silent for %d s" % ZONE_LIFETIME_S)
-            raise Refused("owner", "another UDP port of this address announces this zone with "
-                                   "other texts; this announcement is accepted once that port has "
-                                   "been silent for %d s" % ZONE_LIFETIME_S)
+            raise Refused("owner", "another UDP port of this address announces this zone; this "
+                          "announcement is accepted once that port has been silent for %d s"
+                          % ZONE_LIFETIME_S)
         # The first password that comes with a name owns the name while a zone with both is listed
         # and answers. A listed zone keeps its own name
         name = announcement.get("name", "")
         if zone is not None and zone.name == name:
             return
+        password = announcer["password"]
         for other in self.registry.games[self.game].values():
             if other is zone or not other.responding or other.name.casefold() != name.casefold():
                 continue
-            if zone_owner(other).get("password", announcer["password"]) != announcer["password"]:
+            if zone_owner(other).get("password", password) != password:
                 raise Refused("name", "the name %s belongs to another zone, with another "
                                       "password, for as long as that is listed" % other.name)
 
@@ -5473,20 +5441,23 @@ class SubSpace(PolledGame, UdpProtocol):
     def question(self, target):
         if target.step is None:
             return PING_SHORT.write(timestamp=target.nonce)
-        return PING_LONG.write(timestamp=target.nonce, options=target.step.options)
+        options = PING_SUMMARY | PING_ARENAS
+        if target.step["playing"] is not None:      # the answer had no room for the arenas
+            options = PING_ARENAS
+        return PING_LONG.write(timestamp=target.nonce, options=options)
 
     def read_answer(self, target, data):
-        if len(data) > PING_ANSWER_BYTES_ACCEPTED:
-            raise Malformed("length: more than %d bytes" % PING_ANSWER_BYTES_ACCEPTED)
-        poll = target.step
-        answer = PING_LONG.read(data) if poll else PING_TOTAL.read_whole(data)
+        if len(data) > 520:             # the document has 512, but one implementation sends 520
+            raise Malformed("length: more than 520 bytes")
+        is_first = target.step is None
+        answer = PING_TOTAL.read_whole(data) if is_first else PING_LONG.read(data)
         if answer.timestamp != target.nonce:
             raise Malformed("timestamp: not that of the open query")
-        if poll is None:
-            fields = {"players": clamp(answer.total), "playing": None, "details": {"arenas": ""}}
-            target.step = ZonePoll(PING_SUMMARY | PING_ARENAS, fields)
+        if is_first:
+            players = clamp(answer.total)
+            target.step = {"players": players, "playing": None, "details": {"arenas": ""}}
             return None
-        fields = dict(poll.fields)
+        fields = dict(target.step)
         blocks = data[PING_LONG.size:]
         if answer.options & PING_SUMMARY and len(blocks) >= PING_COUNTS.size:
             counts = PING_COUNTS.read(blocks)
@@ -5499,31 +5470,20 @@ class SubSpace(PolledGame, UdpProtocol):
             blocks = blocks[PING_COUNTS.size:]
         if answer.options & PING_ARENAS:
             fields["details"] = {"arenas": arenas_text(blocks)}
-        elif poll.options & PING_SUMMARY:
-            target.step = ZonePoll(PING_ARENAS, fields)
+        elif fields["playing"] != target.step["playing"]:
+            target.step = fields
             return None
         return fields
 
     def answers_so_far(self, target):
         """Old zones know only the first question."""
-        return target.step and target.step.fields
+        return target.step
 
     def list_polled(self, target, fields, now):
-        """List a zone as its announcement or its answers say.
-
-        The ownership of an announcement is checked again: since it was made, the owner may have
-        announced the zone, or another zone may have taken the name."""
         zone = self.listed_server(target)
         announcement = target.announcement
         if announcement is None and zone is not None and zone.master:
             return zone                 # the master that has listed this zone polls it as well
-        if announcement is not None:
-            try:
-                self.check_ownership(zone, announcement, now)
-            except Refused as refused:
-                target.announcement = None
-                self.report(target, refused.outcome, now, str(refused))
-                return zone
         # Answers tell the arenas, and announcements the scores
         details = dict(zone.details) if zone else {}
         details.update(fields.get("details", NO_DETAILS))
@@ -5533,18 +5493,19 @@ class SubSpace(PolledGame, UdpProtocol):
             # Answers do not tell its texts
             fields = {"verified": "another list", **fields}
             details.update(target.found.fields.get("details", NO_DETAILS))
-        heard_at = zone and zone.last_seen
-        fingerprints = zone.fingerprints if zone else ()
-        listed = super().list_polled(target, {**fields, "details": details}, now)
-        if zone is None or listed is not zone or announcement is not None:
-            return listed
-        if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
-            zone.last_seen = heard_at
-        if not zone.fingerprints:
+        fields["details"] = details
+        if zone is None or announcement is not None:
+            return super().list_polled(target, fields, now)
+        heard_at = zone.last_seen
+        fingerprints = zone.fingerprints
+        listed = super().list_polled(target, fields, now)
+        if listed is zone:
+            if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
+                zone.last_seen = heard_at
             # What an answer has changed is not in the announcement, so that still says nothing new
             for fingerprint in fingerprints:
-                self.registry.add_fingerprint(zone, fingerprint)
-        return zone
+                self.registry.set_fingerprint(zone, fingerprint)
+        return listed
 
     # Lists, and what announces a zone
 
@@ -5585,19 +5546,22 @@ class SubSpace(PolledGame, UdpProtocol):
         }
 
     def announce(self, server):
+        state = "announced; masters of this game do not answer but ping the next UDP port"
         while True:
-            data = yield Send(
-                self.announcement(server), 60.0, accepted=True,     # asss announces as often
-                state="announced; masters of this game do not answer but ping the next UDP port")
+            head = ZONE_ANNOUNCEMENT.write(
+                port=server.port,
+                players=server.players,
+                scores=1,
+                version=ZONE_VERSION,
+                name=server.name,
+                password=ZONE_PASSWORD,
+            )
+            most_bytes = ZONE_ANNOUNCEMENT_BYTES - len(head) - 1
+            packet = head + text_field(server.description, most_bytes, "cp1252") + b"\0"
+            # asss announces as often
+            data = yield Send(packet, 60.0, accepted=True, state=state)
             while data is not None:
                 data = yield Send()
-
-    def announcement(self, server, **further):
-        head = ZONE_ANNOUNCEMENT.write(
-            port=server.port, players=server.players, scores=1, version=ZONE_VERSION,
-            name=server.name, password=ZONE_PASSWORD)
-        most_bytes = ZONE_ANNOUNCEMENT_BYTES - len(head) - 1
-        return head + text_field(server.description, most_bytes, "cp1252") + b"\0"
 
     def farewell(self, server):
         return b""
@@ -5607,10 +5571,12 @@ class SubSpace(PolledGame, UdpProtocol):
         one that `map` names, or the public one. Raise Malformed if the data are not a ping."""
         if len(data) not in (PING_SHORT.size, PING_LONG.size):
             raise Malformed("a ping has 4 or 8 bytes")
-        # If it is not known how many only watch, all of them count as playing
-        playing = server.players if server.playing is None else server.playing
-        arena = text_field(server.map, 15, "cp1252") or b"0"
-        return ping_answer(data, [(arena, server.players, playing)])
+        playing = server.playing
+        if playing is None:             # it is not known how many only watch
+            playing = server.players
+        name = text_field(server.map, 15, "cp1252") or b"0"
+        arena = name, server.players, playing
+        return ping_answer(data, [arena])
 
 
 def read_zone_announcement(data, source_port):
@@ -5639,13 +5605,17 @@ def read_zone_announcement(data, source_port):
 def ping_answer(ping, arenas):
     """Return the answer to a ping of 4 or 8 bytes.
 
-    `arenas` has (name, total, playing) of each arena. Once an arena does not fit into 512 bytes, it
-    and all later ones are left out."""
+    `arenas` has (name, total, playing) of each arena. Once an arena does not fit into the 512 bytes
+    of the document, it and all later ones are left out. Raise Malformed if the ping asks for
+    nothing: the answer would be such a ping too, and two ports would answer each other for ever."""
     total = sum(arena_total for _, arena_total, _ in arenas)
     if len(ping) == PING_SHORT.size:
-        return PING_TOTAL.write(total=total, timestamp=PING_SHORT.read(ping).timestamp)
+        asked = PING_SHORT.read(ping)
+        return PING_TOTAL.write(total=total, timestamp=asked.timestamp)
     asked = PING_LONG.read(ping)
     options = asked.options & (PING_SUMMARY | PING_ARENAS)
+    if not options:
+        raise Malformed("options: none that is known")
     answer = PING_LONG.write(timestamp=asked.timestamp, options=options)
     if options & PING_SUMMARY:
         playing = sum(arena_playing for _, _, arena_playing in arenas)
@@ -5653,9 +5623,10 @@ def ping_answer(ping, arenas):
     if not options & PING_ARENAS:
         return answer
     for name, arena_total, arena_playing in arenas:
-        block = name + b"\0" + PING_ARENA_COUNTS.write(total=arena_total, playing=arena_playing)
+        block = name + b"\0"
+        block += PING_ARENA_COUNTS.write(total=arena_total, playing=arena_playing)
         # One more byte is needed for the NUL at the end
-        if len(answer) + len(block) >= PING_ANSWER_BYTES:
+        if len(answer) + len(block) >= 512:
             break
         answer += block
     return answer + b"\0"
@@ -5673,18 +5644,23 @@ def arenas_text(blocks):
             return ", ".join(arenas)
         counts = PING_ARENA_COUNTS.read(blocks)
         blocks = blocks[PING_ARENA_COUNTS.size:]
-        shown = "(Public %s)" % name.decode() if name.isdigit() else decode_legacy(name) or "?"
+        shown = decode_legacy(name) or "?"
+        if name.isdigit():
+            shown = "(Public %s)" % shown
         arenas.append("%s %d/%d" % (shown, counts.total, counts.playing))
 
 
 def counted_zone_entry(zone):
     """Return a zone's number of players and its entry in the list."""
-    version = ZONE_VERSION
-    if zone.version.isdecimal():
-        version = clamp(int(zone.version), 0xFFFFFFFF)
+    version = int(zone.version) if zone.version.isdecimal() else ZONE_VERSION
     head = ZONE_ENTRY.write(
-        address=ipv4_bytes(zone.address), port=zone.port, players=zone.players,
-        scores=zone.details.get("scores") == "yes", version=version, name=zone.name)
+        address=ipv4_bytes(zone.address),
+        port=zone.port,
+        players=zone.players,
+        scores=zone.details.get("scores") == "yes",
+        version=clamp(version, 0xFFFFFFFF),
+        name=zone.name,
+    )
     # Clients accept 480 bytes with the NUL
     return zone.players, head + text_field(zone.description, 479, "cp1252") + b"\0"
 
@@ -5728,24 +5704,19 @@ LINK_CLUSTER = b"\0\x0e"
 LINK_VERSIONS = b"\1\0", b"\x11\0"  # end a connect
 ZONE_LIST_REQUEST = b"\1"           # begins a request; the rest is minplayers[4]
 ZONE_LIST_TYPE = b"\1"              # begins a list
-LINK_WINDOW = 4                     # packets in flight: deployed clients are used to this many
 # A packet that is not acknowledged is sent again after the first two of these times, each longer
 # than any round trip. After the third one its peer has gone, or has never asked: nothing in the
 # exchange proves an address, because a peer can acknowledge a packet that it has not received
 LINK_WAITS_S = 0.5, 2.0, 5.0
 LINK_IDLE_S = 20.0                  # a peer that has done nothing for this long has gone
 LINK_SILENCE_S = 0.25               # after this much silence our own end looks what is due
-LINK_PACKET_BYTES = 520             # the longest packet that any end sends
 # Bytes of the list in one packet. With its headers the packet stays below the 512 bytes that
 # clients accept
 LINK_CHUNK_BYTES = 480
-# One datagram gets at most this many answers. A cluster could contain seventy packets that need one
-LINK_ANSWERS = 8
 # The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
 # header, but each of the answers to these packets has its own
 UDP_HEADER_BYTES = 28
 MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
-LIST_LINKS_PER_SOURCE = 64          # as many players may ask at once from behind one router
 
 
 class InFlight(NamedTuple):
@@ -5753,7 +5724,7 @@ class InFlight(NamedTuple):
     those that follow the next times it is sent."""
 
     packet: bytes
-    waits: Tuple[float, ...]
+    waits: Sequence[float]
     due: float
 
 
@@ -5796,7 +5767,6 @@ class SubSpaceLink:
             answer = self.answer(packet, now)
             if answer:
                 answers.append(answer)
-        answers = answers[:LINK_ANSWERS]
         answered_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in answers)
         if not self.allow(answered_bytes - len(data) - UDP_HEADER_BYTES, now):
             answers = []
@@ -5840,8 +5810,8 @@ class SubSpaceLink:
         if now - self.active_at > LINK_IDLE_S:
             self.is_closed = True
         # The window begins at the oldest packet that is not acknowledged. It has room for a single
-        # packet until one has been acknowledged
-        window = LINK_WINDOW if self.sequence > len(self.in_flight) else 1
+        # packet until one has been acknowledged, and then for four, as deployed clients expect
+        window = 4 if self.sequence > len(self.in_flight) else 1
         window_end = min(self.in_flight, default=self.sequence) + window
         for payload in itertools.islice(self.payloads, window_end - self.sequence):
             packet = LINK_RELIABLE + struct.pack("<I", self.sequence) + payload
@@ -5856,16 +5826,13 @@ class SubSpaceLink:
             if self.is_closed or not self.allow(len(flight.packet) + UDP_HEADER_BYTES, now):
                 break
             wait_s, *later_waits = flight.waits
-            self.in_flight[number] = InFlight(flight.packet, tuple(later_waits), now + wait_s)
+            self.in_flight[number] = InFlight(flight.packet, later_waits, now + wait_s)
             due.append(flight.packet)
         return due
 
 
 def split_cluster(data):
-    """Yield the packets in a datagram, in order. A datagram that is not a cluster is one packet.
-
-    A cluster may contain other clusters. A packet in a cluster has at most 255 bytes, so the depth
-    of nesting is less than a hundred."""
+    """Yield the packets in a datagram, in order. A datagram that is not a cluster is one packet."""
     if data[:2] != LINK_CLUSTER:
         yield data
         return
@@ -5873,7 +5840,7 @@ def split_cluster(data):
     while position < len(data):
         start = position + 1
         position = start + data[position]
-        yield from split_cluster(data[start:position])
+        yield data[start:position]
 
 
 class ZoneListLink(SubSpaceLink):
@@ -5911,7 +5878,7 @@ class SubSpaceList(UdpProtocol):
     for surplus bytes, that is, those that are sent beyond those that were received.
     """
 
-    datagram_bytes = LINK_PACKET_BYTES
+    datagram_bytes = 520                # no end sends longer ones
 
     def __init__(self, room):
         self.room = room
@@ -5921,22 +5888,18 @@ class SubSpaceList(UdpProtocol):
         source, _ = peer
         link = self.links.get(peer)
         if data[:2] == LINK_CONNECT:
-            key = data[2:6]
-            if data[6:] not in LINK_VERSIONS:
+            key, version = data[2:6], data[6:]
+            if version not in LINK_VERSIONS:
                 raise Malformed("connect: not 00 01 key[4] and version 01 or 11")
-            # A connect that only repeats the last one lets the exchange go on. After the list has
-            # been delivered it begins another one
-            is_repeated = link is not None and not link.is_closed and link.key == key
-            is_delivered = is_repeated and link.sequence > 0 and not link.in_flight
-            if not is_repeated or is_delivered:
-                link = ListLink(self.room, source, key, now)
+            link = ListLink(self.room, source, now)
             replies = [LINK_CONNECT_ANSWER + key]
         elif link is None:
             raise Malformed("a packet outside an exchange")
         else:
             replies = link.receive(data, now)
-        # The exchange moves to the end, where those are that leave last
-        self.links.add(source, peer, link, LIST_LINKS_PER_SOURCE)
+        # The exchange moves to the end, where those are that leave last. As many as 64 players may
+        # ask at once from behind one router
+        self.links.add(source, peer, link, 64)
         return [(reply, peer) for reply in replies]
 
     def tick(self, now):
@@ -5952,22 +5915,23 @@ class SubSpaceList(UdpProtocol):
 class ListLink(SubSpaceLink):
     """The master's end of a list exchange. It answers list requests: `01 minplayers[4]`."""
 
-    def __init__(self, room, address, key, now):
+    def __init__(self, room, address, now):
         super().__init__(now)
         self.room = room
         self.address = address
-        self.key = key                  # with which the peer has connected
 
     def allow(self, size, now):
         return self.room.rules.allow_surplus("list", self.address, size, now)
 
     def on_packet(self, packet, now):
         """Begin to send the list, unless one is being sent, or the address asks too often."""
-        if packet[:1] != ZONE_LIST_REQUEST or len(packet) != 5 or self.in_flight:
+        is_request = packet[:1] == ZONE_LIST_REQUEST and len(packet) == 5
+        if not is_request or self.in_flight:
             return
         if self.room.rules.udp_request_limiter.allow(self.address, now):
             zones = self.room.rendered("zones", now)
-            self.payloads = list_pieces(zones, int.from_bytes(packet[1:], "little"))
+            min_players = int.from_bytes(packet[1:], "little")
+            self.payloads = list_pieces(zones, min_players)
 
 
 def list_pieces(zones, min_players):
@@ -12614,8 +12578,8 @@ def bound_socket(family, transport, address, port):
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
 # which talks to Redis or Valkey through EngineLink.
 
-# A reply has at most a thousand records. The longest record, that of a Luanti server, takes 25 kB,
-# or twice as much if every byte has to be escaped.
+# A reply has at most a thousand records. The longest record of a server takes 25 kB, or
+# twice as much if every byte has to be escaped.
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
@@ -14378,8 +14342,8 @@ class Announcement:
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
-        # SubSpace needs the next port too. The number may be given as text
-        game_port = number_reader(1, 65534)(str(port))
+        # Masters query the port `offset` after it. The number may be given as text
+        game_port = number_reader(1, MAX_PORT - self.room.offset)(str(port))
         self.server = Server(
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
             name="%s server" % (self.room.title or game))
