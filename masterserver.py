@@ -11574,7 +11574,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room. An exception ends the session."""
+        has no more room, and wait for that. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -11588,7 +11588,18 @@ class TcpConnection:
                     self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
-        self.wait_for_next(now)
+        if self.is_closed:
+            return
+        if self.unsent:
+            self.wait_for(selectors.EVENT_WRITE)
+        elif session.done:
+            self.linger(now)
+        elif session.job is None:
+            self.wait_for(selectors.EVENT_READ)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job. Nothing is read or written until it has finished
+            self.wait_for(NO_EVENTS)
+            self.master_server.disk.submit(session.job, self.resume)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11621,31 +11632,20 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        if self.write(self.unsent, now) and not self.session.done:
-            self.answer(now, self.session.receive, b"")
-        else:
-            self.wait_for_next(now)
+        if self.write(self.unsent, now):
+            if self.session.done:
+                self.linger(now)
+            else:
+                self.answer(now, self.session.receive, b"")
 
-    def wait_for_next(self, now):
-        """Wait for room for output, the session's job, or input, or begin to linger."""
-        session = self.session
-        if self.is_closed:
-            return
-        if self.unsent:
-            self.wait_for(selectors.EVENT_WRITE)
-        elif session.done:
-            self.wait_for(selectors.EVENT_READ)
-            self.deadline = now + LINGER_S
-            try:
-                self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                self.close(now)
-        elif session.job is None:
-            self.wait_for(selectors.EVENT_READ)
-        elif self.events != NO_EVENTS:
-            # The session has just asked for a job. Nothing is read or written until it has finished
-            self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
+    def linger(self, now):
+        """Close our side of the connection, and read until the peer closes the other."""
+        self.wait_for(selectors.EVENT_READ)
+        self.deadline = now + LINGER_S
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close(now)
 
     def resume(self, result, now):
         """Pass the result of the session's job, or the exception that it raised, to the session."""
