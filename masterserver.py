@@ -169,7 +169,6 @@ CACHE_S = 5                     # browsers keep a response for so long; the page
 # That takes 8 ms, or 60 ms if each server is in another city of the file
 COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                # the servers on one page; a search finds the others
-CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -11004,7 +11003,7 @@ def recorded_findings(web, address, port, listed, wall):
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
-    return [html for _, html in timed_findings[:CHECK_FINDINGS]]
+    return [html for _, html in timed_findings[:100]]
 
 
 def finding(outcome, detail, arrival=""):
