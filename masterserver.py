@@ -169,7 +169,6 @@ CACHE_S = 5                     # browsers keep a response for so long; the page
 # That takes 8 ms, or 60 ms if each server is in another city of the file
 COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                # the servers on one page; a search finds the others
-CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -1189,9 +1188,10 @@ class MmdbSection:
         return members, position
 
     def number(self, start, size):
-        if start + size > len(self.data):
+        end = start + size
+        if end > len(self.data):
             raise Malformed("a value beyond the end of the file")
-        return int.from_bytes(self.data[start:start + size], "big")
+        return int.from_bytes(self.data[start:end], "big")
 
 
 def mmdb_member(value, name, kind):
@@ -1261,7 +1261,9 @@ class CountryFile:
             raise Malformed("a place between the tree and the data")
         country = mmdb_member(self.records.read(position), b"country", dict)
         code = mmdb_member(country, b"iso_code", bytes)
-        return code.decode().lower() if re.fullmatch(rb"[A-Z]{2}", code) else ""
+        if not re.fullmatch(rb"[A-Z]{2}", code):
+            return ""
+        return code.decode().lower()
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
@@ -1368,7 +1370,8 @@ class Turns:
             crowded = next(iter(self.levels[most]))
         pushed_out = None
         if crowded is not None:
-            pushed_out = self.pop(next(iter(self.keys[crowded])))
+            oldest = next(iter(self.keys[crowded]))
+            pushed_out = self.pop(oldest)
         self.things[key] = thing
         self.sources[key] = source
         keys = self.keys.setdefault(source, {})
@@ -1427,10 +1430,12 @@ class Cookie:
         if now >= self.window_ends:
             window = int(now // self.window_s)
             self.window_ends = (window + 1.0) * self.window_s
-            # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
-            self.previous, self.current = [
-                hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-                for number in (window - 1, window)]
+            hashes = []
+            for number in (window - 1, window):
+                # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+                key = self.key + struct.pack("<q", number)
+                hashes.append(hashlib.blake2b(key, digest_size=self.size))
+            self.previous, self.current = hashes
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
@@ -1505,7 +1510,8 @@ class Limiter:
         """Has the source of this address fewer than two tokens left?"""
         source, *_ = source_keys(address)
         full_at = self.table.get(source, 0.0)
-        return full_at - now > self.depth_s - 2 * self.cost_s
+        two_tokens_s = 2 * self.cost_s
+        return full_at - now > self.depth_s - two_tokens_s
 
 
 # ================================================================================================
@@ -1886,7 +1892,8 @@ class Registry:
         counts = collections.Counter()
         tables = [self.games.get(game, {})] if game else self.games.values()
         for table in tables:
-            counts.update([server.country for server in table.values()])
+            for server in table.values():
+                counts[server.country] += 1
         del counts[""]                  # those whose country is not known
         return counts
 
@@ -3486,12 +3493,11 @@ class Game:
         Return whether this source has announced such a server."""
         address = self.rules.listed_address(source)
         server = self.registry.get(self.game, address, port)
-        is_listed_here = server is not None and not server.master
-        is_own = is_listed_here and server.source == source
-        if is_own:
-            self.registry.remove_own(server)
-            self.registry.record_outcome(source, self.game, port, "stopped", now)
-        return is_own
+        if server is None or server.master or server.source != source:
+            return False
+        self.registry.remove_own(server)
+        self.registry.record_outcome(source, self.game, port, "stopped", now)
+        return True
 
     # By HTTP
 
@@ -4098,8 +4104,9 @@ class PolledGame(Game):
         if is_own:
             self.registry.check_rules(source, address, port, name)
         else:
+            key = self.game, address, port
             is_named = target is not None and target.why == NAMED
-            self.registry.check_admission((self.game, address, port), source, name, is_named)
+            self.registry.check_admission(key, source, name, is_named)
 
     def query_found(self, found):
         """Begin to poll a FoundServer. If it answers, it is listed.
@@ -4517,9 +4524,12 @@ class Iceball(Game, UdpProtocol):
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
             # Without its fingerprint, a server's next announcement is answered with a cookie
             self.registry.forget_fingerprints(self.game)
-        if len(self.senders) > 2 * len(self.registry.games[self.game]) + ICEBALL_SENDERS_LEFT:
-            self.senders = {sender: server for sender, server in self.senders.items()
-                            if self.is_sender(sender, server)}
+        listed = len(self.registry.games[self.game])
+        if len(self.senders) > 2 * listed + ICEBALL_SENDERS_LEFT:
+            senders, self.senders = self.senders, {}
+            for sender, server in senders.items():
+                if self.is_sender(sender, server):
+                    self.senders[sender] = server
         self.draft.tick(now)
         return []
 
@@ -5085,9 +5095,11 @@ class Hyperbol(PolledGame, TcpProtocol):
 
     def xml_list(self, entries, now):
         rendered_at = utc_datetime(now + self.epoch).replace(microsecond=0)
+        local_time = rendered_at.astimezone().isoformat()
+        utc_time = rendered_at.isoformat()
         head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n'
-        times = rendered_at.astimezone().isoformat(), rendered_at.isoformat()
-        return (head % times).encode() + b"".join(entries) + b"</serverlist>\n"
+        head %= local_time, utc_time
+        return head.encode() + b"".join(entries) + b"</serverlist>\n"
 
     def fetch(self):
         received = yield from received_bytes(HYPERBOL_GREETING.size, HyperbolSession.idle_s)
@@ -5112,7 +5124,8 @@ class HyperbolSession(MessageSession):
     def opened(self, now):
         # The request has to repeat this key, although that proves nothing over TCP
         self.key = RANDOM.getrandbits(32)
-        census = self.registry.census(now).get(self.game, Census())
+        censuses = self.registry.census(now)
+        census = censuses.get(self.game, Census())
         return HYPERBOL_GREETING.write(key=self.key, players=census.players)
 
     def size(self, now):
@@ -10979,7 +10992,7 @@ def recorded_findings(web, address, port, listed, wall):
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
-    return [html for _, html in timed_findings[:CHECK_FINDINGS]]
+    return [html for _, html in timed_findings[:100]]
 
 
 def finding(outcome, detail, arrival=""):
@@ -11563,7 +11576,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room. An exception ends the session."""
+        has no more room, and wait for that. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -11577,7 +11590,18 @@ class TcpConnection:
                     self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
-        self.wait_for_next(now)
+        if self.is_closed:
+            return
+        if self.unsent:
+            self.wait_for(selectors.EVENT_WRITE)
+        elif session.done:
+            self.linger(now)
+        elif session.job is None:
+            self.wait_for(selectors.EVENT_READ)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job. Nothing is read or written until it has finished
+            self.wait_for(NO_EVENTS)
+            self.master_server.disk.submit(session.job, self.resume)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11610,31 +11634,20 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        if self.write(self.unsent, now) and not self.session.done:
-            self.answer(now, self.session.receive, b"")
-        else:
-            self.wait_for_next(now)
+        if self.write(self.unsent, now):
+            if self.session.done:
+                self.linger(now)
+            else:
+                self.answer(now, self.session.receive, b"")
 
-    def wait_for_next(self, now):
-        """Wait for room for output, the session's job, or input, or begin to linger."""
-        session = self.session
-        if self.is_closed:
-            return
-        if self.unsent:
-            self.wait_for(selectors.EVENT_WRITE)
-        elif session.done:
-            self.wait_for(selectors.EVENT_READ)
-            self.deadline = now + LINGER_S
-            try:
-                self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                self.close(now)
-        elif session.job is None:
-            self.wait_for(selectors.EVENT_READ)
-        elif self.events != NO_EVENTS:
-            # The session has just asked for a job. Nothing is read or written until it has finished
-            self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
+    def linger(self, now):
+        """Close our side of the connection, and read until the peer closes the other."""
+        self.wait_for(selectors.EVENT_READ)
+        self.deadline = now + LINGER_S
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close(now)
 
     def resume(self, result, now):
         """Pass the result of the session's job, or the exception that it raised, to the session."""
