@@ -5373,10 +5373,11 @@ class SubSpace(PolledGame, UdpProtocol):
         target = self.poller.find(self, source, port)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
-        elif target.why == FOUND:
-            target.why = ANNOUNCED
         target.announcement = announcement
-        target.lifetime = math.inf if target.why == NAMED else ZONE_LIFETIME_S
+        target.lifetime = math.inf
+        if target.why != NAMED:
+            target.why = ANNOUNCED
+            target.lifetime = ZONE_LIFETIME_S
         self.list_polled(target, {"players": clamp(players)}, now)
         # A poll that is under way starts again, because it may have begun before the zone did
         self.poller.poll_now(target, now)
@@ -5386,10 +5387,12 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
                 MAX_ZONE_PORT, port))
         address = self.rules.listed_address(source)
-        announcement = {**fields, "private": zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)}
-        announcement["name"] = fields.get("name") or endpoint_text(address, port)
-        announcement.pop("players", None)       # the zone's answers tell the players
         zone = self.registry.get(self.game, address, port)
+        announcement = dict(fields)
+        announcement["private"] = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
+        if not announcement.get("name"):
+            announcement["name"] = endpoint_text(address, port)
+        announcement.pop("players", None)       # the zone's answers tell the players
         self.check_ownership(zone, announcement, now)
         return super().announced(source, port, announcement, now, lifetime)
 
@@ -5410,9 +5413,9 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Refused("owner", "another UDP port of this address announces this zone; this "
                           "announcement is accepted once that port has been silent for %d s"
                           % ZONE_LIFETIME_S)
-        # The first password that comes with a name owns the name while a zone with both is listed
-        # and answers. A listed zone keeps its own name
-        name = announcement.get("name", "")
+        # The first password that comes with a name owns the name, while a zone with both is listed
+        # and answers
+        name = announcement["name"]
         if zone is not None and zone.name == name:
             return
         password = announcer["password"]
@@ -5485,14 +5488,13 @@ class SubSpace(PolledGame, UdpProtocol):
         if announcement is None and zone is not None and zone.master:
             return zone                 # the master that has listed this zone polls it as well
         # Answers tell the arenas, and announcements the scores
+        announced = announcement or NO_DETAILS
+        if announcement is None and target.why == FOUND:
+            announced = target.found.fields
+            fields["verified"] = "another list"     # answers do not tell its texts
         details = dict(zone.details) if zone else {}
         details.update(fields.get("details", NO_DETAILS))
-        if announcement is not None:
-            details.update(announcement.get("details", NO_DETAILS))
-        elif target.why == FOUND:
-            # Answers do not tell its texts
-            fields = {"verified": "another list", **fields}
-            details.update(target.found.fields.get("details", NO_DETAILS))
+        details.update(announced.get("details", NO_DETAILS))
         fields["details"] = details
         if zone is None or announcement is not None:
             return super().list_polled(target, fields, now)
@@ -5678,15 +5680,12 @@ def read_zone_list(data):
         description_end = data.find(b"\0", description_start)
         if description_end < 0:
             raise Malformed("list: the last zone is cut off")
-        zones.append({
-            "address": ".".join(map(str, entry.address)),
-            "port": entry.port,
-            "name": entry.name,
-            "players": entry.players,
-            "scores": bool(entry.scores),
-            "version": entry.version,
-            "description": decode_legacy(data[description_start:description_end], TEXT_CHARACTERS),
-        })
+        description = data[description_start:description_end]
+        zone = entry._asdict()
+        zone["address"] = ".".join(map(str, entry.address))
+        zone["scores"] = bool(entry.scores)
+        zone["description"] = decode_legacy(description, TEXT_CHARACTERS)
+        zones.append(zone)
         start = description_end + 1
     return zones
 
@@ -5763,47 +5762,40 @@ class SubSpaceLink:
     def receive(self, data, now):
         """Handle a datagram from the peer. Return the datagrams to send to the peer."""
         answers = []
+        surplus_bytes = -len(data) - UDP_HEADER_BYTES
         for packet in split_cluster(data):
             answer = self.answer(packet, now)
             if answer:
                 answers.append(answer)
-        answered_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in answers)
-        if not self.allow(answered_bytes - len(data) - UDP_HEADER_BYTES, now):
+                surplus_bytes += len(answer) + UDP_HEADER_BYTES
+        if not self.allow(surplus_bytes, now):
             answers = []
         return answers + self.tick(now)
 
     def answer(self, packet, now):
         """Handle a packet that is not a cluster. Return its answer, or b""."""
-        kind, number = packet[:2], packet[2:6]
+        kind, argument = packet[:2], packet[2:6]
+        number = int.from_bytes(argument, "little")
         if kind == LINK_DISCONNECT:
             self.is_closed = True
-        elif kind == LINK_RELIABLE and len(number) == 4:
-            return self.take_reliable(packet, now)
-        elif kind == LINK_ACKNOWLEDGEMENT and len(number) == 4:
-            # An acknowledgement may come twice
-            if self.in_flight.pop(int.from_bytes(number, "little"), None):
-                self.active_at = now
-        elif kind == LINK_SYNC and len(number) == 4:
-            hundredths = int(now * 100) & 0xFFFFFFFF
-            return LINK_SYNC_ANSWER + number + hundredths.to_bytes(4, "little")
-        else:
+        elif kind not in (LINK_RELIABLE, LINK_ACKNOWLEDGEMENT, LINK_SYNC) or len(argument) < 4:
             self.on_packet(packet, now)
+        elif kind == LINK_SYNC:
+            hundredths = int(now * 100) & 0xFFFFFFFF
+            return LINK_SYNC_ANSWER + argument + hundredths.to_bytes(4, "little")
+        elif kind == LINK_ACKNOWLEDGEMENT:
+            if self.in_flight.pop(number, None):        # it may come twice
+                self.active_at = now
+        elif number <= self.expected:   # if an earlier packet is missing, this one will come again
+            # A packet with a lower number was sent again, because our acknowledgement was lost. It
+            # is acknowledged again, and otherwise ignored
+            if number == self.expected:
+                self.expected += 1
+                self.active_at = now
+                for carried_packet in split_cluster(packet[6:]):
+                    self.on_packet(carried_packet, now)
+            return LINK_ACKNOWLEDGEMENT + argument
         return b""
-
-    def take_reliable(self, packet, now):
-        """Handle a reliable packet. Return its acknowledgement, or b"" if an earlier packet is
-        missing: the peer will then send this one again."""
-        number = int.from_bytes(packet[2:6], "little")
-        if number > self.expected:
-            return b""
-        # A packet with a lower number was sent again, because our acknowledgement was lost. It is
-        # acknowledged again, and otherwise ignored
-        if number == self.expected:
-            self.expected += 1
-            self.active_at = now
-            for carried_packet in split_cluster(packet[6:]):
-                self.on_packet(carried_packet, now)
-        return LINK_ACKNOWLEDGEMENT + packet[2:6]
 
     def tick(self, now):
         """Return the datagrams that are due: packets that were probably lost, and then new ones."""
@@ -5825,8 +5817,8 @@ class SubSpaceLink:
                 self.is_closed = True
             if self.is_closed or not self.allow(len(flight.packet) + UDP_HEADER_BYTES, now):
                 break
-            wait_s, *later_waits = flight.waits
-            self.in_flight[number] = InFlight(flight.packet, later_waits, now + wait_s)
+            wait_s, *waits = flight.waits
+            self.in_flight[number] = InFlight(flight.packet, waits, now + wait_s)
             due.append(flight.packet)
         return due
 
@@ -6149,7 +6141,8 @@ class AioText:
     @staticmethod
     def entry(server):
         # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-        name = aio_listed_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        name = aio_listed_name(server)
+        name = name.replace("#", "\uff03").replace("%", "\uff05")
         description = aio_escape(server.description)
         entry = "%s#%s#%s#%d#" % (name, description, server.address, server.port)
         return entry.encode("utf-8")
@@ -6160,7 +6153,7 @@ class AioText:
     def document_list(self, entries, now):
         numbered = []
         for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
-            numbered.append(b"%d#" % number + entry)
+            numbered += [b"%d#" % number, entry]
         return self.list(numbered, now)
 
     def fetch(self):
@@ -6251,10 +6244,10 @@ class AioBinary:
         return texts.encode("utf-8") + aio_integer(server.port)
 
     def list(self, entries, now):
-        numbered = []
+        numbered = [self.ask]
         for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
-            numbered.append(struct.pack("<H", number) + entry)
-        return self.ask + b"".join(numbered)
+            numbered += [number.to_bytes(2, "little"), entry]
+        return b"".join(numbered)
 
 
 # Types of messages of the framed dialect
@@ -6552,13 +6545,15 @@ class Aio(PolledGame, TcpProtocol):
     def read(self, settings):
         super().read(settings)
         # Half of all connections is for players and browsers. So no server has to leave for them
-        self.max_servers = max(1, settings["limits.connections_total"] // 2)
+        connections = settings["limits.connections_total"]
+        self.max_servers = max(1, connections // 2)
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
         # A string16 has 65,535 bytes at most, and a character up to 4
         news = news.strip()[:16000]
         text_news = "%%NEWS#%s#%%" % aio_escape(news)
         self.text_news = text_news.encode("utf-8", "replace")
-        self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
+        framed_news = AIO_NEWS + aio_string16(news)
+        self.framed_news = aio_frame(framed_news)
 
     def session(self, address, now):
         return AioSession(self, address, now)
@@ -6579,7 +6574,8 @@ class Aio(PolledGame, TcpProtocol):
         It has left the list, or belongs to a newer connection from now on."""
         session = self.sessions.pop(server, None)
         if session is not None:
-            self.poller.remove(self.poller.find(self, session.address, server.port))
+            target = self.poller.find(self, session.address, server.port)
+            self.poller.remove(target)
             session.server = None
             session.kept = False
 
@@ -6623,8 +6619,9 @@ class Aio(PolledGame, TcpProtocol):
 
     def list_polled(self, target, fields, now):
         if target.server is not None:
-            name = fields["name"] or target.server.name
-            fields.update(name=name, verified="connection")
+            fields["verified"] = "connection"
+            if not fields["name"]:
+                fields["name"] = target.server.name
         return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):

@@ -3034,7 +3034,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world = SubSpaceWorld()
             [(mac, to)] = world.ping()
             self.assertEqual((len(mac), to), (4, place))
-            world.room.datagram(answer(mac), peer, float(later))
+            with contextlib.suppress(ms.Malformed):     # a ping that asks for nothing
+                world.room.datagram(answer(mac), peer, float(later))
             self.assertEqual(bool(world.names()), listed, case)
 
     def test_nothing_unproven_changes_a_listed_zone(self):
