@@ -6198,10 +6198,9 @@ class AioText:
         message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
         return message.encode("utf-8")
 
-    def read_replies(self, data):
-        """Return whether a master confirms the publication, and the bytes to read again with the
-        next ones."""
-        return self.confirmation in data, data[1 - len(self.confirmation):]
+    def refusal(self, received):
+        """Masters of this dialect say nothing if they refuse a server."""
+        return ""
 
 
 class AioBinary:
@@ -6274,7 +6273,7 @@ class AioFramed:
     pieces. So each frame is written in one call, and a long one is compressed to fit."""
 
     keepalive = aio_frame(AIO_KEEPALIVE)
-    reply_bytes = 4096              # the longest; it has 20 bytes, with a reason perhaps 200
+    confirmation = aio_frame(AIO_DONE + AIO_PUBLISH)
 
     def size(self, session, now):
         return aio_frame_bytes(session.buffer)
@@ -6339,22 +6338,13 @@ class AioFramed:
         """Masters query the port by UDP for everything else."""
         return aio_frame(AIO_PUBLISH + struct.pack("<H", server.port))
 
-    def read_replies(self, data):
-        """As in AioText. Raise MasterRefused if a master refuses the publication."""
-        is_confirmed = False
-        size = aio_frame_bytes(data)
-        while size is not None and size <= len(data):
-            payload = aio_payload(data[:size], self.reply_bytes)
-            if payload == AIO_DONE + AIO_PUBLISH:
-                is_confirmed = True
-            elif payload.startswith(AIO_REFUSED + AIO_PUBLISH):
-                reason, _ = split_string16(payload[2:])
-                raise MasterRefused(reason.decode("utf-8", "replace"))
-            data = data[size:]
-            size = aio_frame_bytes(data)
-        if size is not None and size > self.reply_bytes:
-            raise Malformed("length: a frame of %d bytes" % size)
-        return is_confirmed, data
+    def refusal(self, received):
+        """Return the reason in what a master has sent, if it refuses the publication, or ""."""
+        _, _, refused = received.partition(AIO_REFUSED + AIO_PUBLISH)
+        if len(refused) < 2 + int.from_bytes(refused[:2], "little"):
+            return ""                   # the rest will come
+        reason, _ = split_string16(refused)
+        return decode_utf8(reason)
 
 
 AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
@@ -6647,28 +6637,30 @@ class Aio(PolledGame, TcpProtocol):
         In the text dialect a master that refuses a server does not say so. The reason may end
         later, so the server is published again with each keepalive."""
         dialect = self.spoken()
-        keepalive = received = b""
+        keepalive = b""
         state = ""
         while True:
-            is_heard = is_confirmed = False
+            received = b""
             # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
             data = yield Send(keepalive + dialect.publication(server), 30.0, state=state)
             while data is not None:
                 if not data:
                     raise ConnectionError("the master has closed the connection")
-                is_heard = True
-                confirms, received = dialect.read_replies(received + data)
+                received = (received + data)[-4096:]    # the answers have some 40 bytes
+                reason = dialect.refusal(received)
+                if reason:
+                    raise MasterRefused(reason)
                 step = Send()
-                if confirms:
-                    is_confirmed = True
+                if dialect.confirmation in received:
                     step = Send(state="announced", accepted=True)
                 data = yield step
-            if not is_heard:
+            if not received:
                 raise ConnectionError("the master has fallen silent")
             keepalive = dialect.keepalive
-            state = "" if is_confirmed else (
-                "the master does not confirm it; has it banned this address, refused the name, or "
-                "run out of room?")
+            state = ""
+            if dialect.confirmation not in received:
+                state = ("the master does not confirm it; has it banned this address, refused the "
+                         "name, or run out of room?")
 
     def farewell(self, server):
         return b""                      # the end of the connection says it
