@@ -9283,10 +9283,14 @@ def list_summary(servers):
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     players = sum([server.players for server in servers])
-    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
+    players_text = count_text(players, "player")
+    servers_text = count_text(len(servers), "server")
+    totals = "%s on %s" % (players_text, servers_text)
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
-                         spark=spark, totals=Html(bold_totals))
+    return fill_template(
+        '<p class="totals" id="totals" data-live>$spark$totals</p>\n',
+        spark=spark,
+        totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -9294,16 +9298,18 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = format(sum(counts.values()), ",")
-    tabs = [render_tab("/", "All games", chosen_game == "", total)]
+    total = sum(counts.values())
+    tabs = [render_tab("/", "All games", chosen_game == "", format(total, ","))]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = format(counts.get(game, 0), ",")
-            tabs.append(render_tab(link, title, game == chosen_game, count))
+            count = counts.get(game, 0)
+            tabs.append(render_tab(link, title, game == chosen_game, format(count, ",")))
+    if len(tabs) <= 2:
+        tabs = ""
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
-        tabs=tabs if len(tabs) > 2 else "")
+        tabs=tabs)
 
 
 def render_search(list_filter, country_counts):
@@ -9531,7 +9537,8 @@ def server_facts(context, server, is_listed, history, wall):
         ]
         for key, value in server.details.items():
             if key not in HIDDEN_DETAILS:
-                facts.append((key.replace("_", " ").capitalize(), value))
+                heading = key.replace("_", " ").capitalize()
+                facts.append((heading, value))
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
@@ -9859,7 +9866,8 @@ class HttpRequest:
         self.page = page or "/"
         self.route = self.page if self.page in routes else "other"
         route = routes.get(self.route)
-        self.read_length(route.room.body_bytes if route and route.room else HTTP_BODY_BYTES)
+        has_room = route is not None and route.room is not None
+        self.read_length(route.room.body_bytes if has_room else HTTP_BODY_BYTES)
         options = self.header("Connection").lower()         # Perl's clients say "TE, close"
         is_kept = version == b"HTTP/1.1" or "keep-alive" in options
         self.close_connection = not is_kept or "close" in options
@@ -10023,9 +10031,11 @@ class HttpSession(Session):
         if not body:
             return b""
         self.request = HttpRequest(data, self.scheme, self.address)
-        _, self.request.route, _ = data.decode("latin-1").split(" ", 2)
+        _, path, _ = data.split(b" ", 2)
+        self.request.route = path.decode("latin-1")
         self.request.close_connection = False
-        return self.respond(HttpResponse(body, JSON_TYPE), now)
+        response = HttpResponse(body, JSON_TYPE)
+        return self.respond(response, now)
 
     def resume(self, result, now):
         self.job = None
@@ -10167,12 +10177,13 @@ class Web(TcpProtocol):
         self.routes = dict(ROUTES)
         for room in core.rooms.values():
             for path, route in room.routes.items():
-                self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
+                get = functools.partial(get_list, room, route)
+                self.routes[path] = WebRoute(GET, get, room)
             for request, name in room.requests.items():
                 method, path = request.split()
                 methods = POST if method == "POST" else GET
-                self.routes[path] = WebRoute(
-                    methods, functools.partial(ask_room, room, getattr(room, name)), room)
+                ask = functools.partial(ask_room, room, getattr(room, name))
+                self.routes[path] = WebRoute(methods, ask, room)
         self.read(core.settings)
 
     def session(self, address, now):
@@ -10202,9 +10213,12 @@ class Web(TcpProtocol):
             titles[game] = title
             self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
-            settings["http.title"], settings["http.intro"],
+            settings["http.title"],
+            settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE,
-            collections.ChainMap(titles, self.registry.titles), settings["http.url"], self.rooms)
+            collections.ChainMap(titles, self.registry.titles),
+            settings["http.url"],
+            self.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -10379,8 +10393,11 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
-    players_min = query_number(request, "players_min", PLAYERS_MAX)
-    return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
+    return ListFilter(
+        game,
+        name=clean(query.get("name", "")),
+        players_min=query_number(request, "players_min", PLAYERS_MAX),
+        countries=tuple(sorted(codes)))
 
 
 def query_endpoint(request, default_address=""):
@@ -10436,8 +10453,9 @@ def get_list(room, route, web, request):
     response = web.lists.get(key)
     if response is None or response.body is not body:
         modified = email.utils.formatdate(request.wall, usegmt=True)
-        response = web.lists[key] = HttpResponse(
-            body, route.media_type, fields={"Last-Modified": modified}, is_public=True)
+        fields = {"Last-Modified": modified}
+        response = HttpResponse(body, route.media_type, fields=fields, is_public=True)
+        web.lists[key] = response
     return response
 
 
@@ -10467,25 +10485,28 @@ def server_json(server):
     return entry[:-len("}")]
 
 
-def with_times(entry, server, epoch, own_master):
+def with_times(beginning, server, epoch, own_master):
     """Return the whole entry of a server in /servers.json: server_json(), its master and its times.
 
     `epoch` is the wall clock minus the monotonic clock. `own_master` is this master's name, or ""
     if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-        entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
+        beginning, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
     def render(servers):
+        registry = web.registry
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
-            entries.append(with_times(entry, server, web.epoch, web.registry.master))
+        beginnings = cached_entries(servers, "servers.json", server_json)
+        for server, beginning in zip(servers, beginnings):
+            entries.append(with_times(beginning, server, web.epoch, registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            request.wall, web.registry.generation, b",\n".join(entries))
+            request.wall, registry.generation, b",\n".join(entries))
 
-    return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
+    list_filter = query_filter(web, request)
+    return web.list_response(request, list_filter, JSON_TYPE, render)
 
 
 # --- Pages ---------------------------------------------------------------------------------------
@@ -10667,8 +10688,15 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game, "address": address, "port": port, "span": span, "start": series.start,
-            "step": series.step, "players": series.means, "peak": series.peaks})
+            "game": game,
+            "address": address,
+            "port": port,
+            "span": span,
+            "start": series.start,
+            "step": series.step,
+            "players": series.means,
+            "peak": series.peaks,
+        })
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
