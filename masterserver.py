@@ -7636,9 +7636,8 @@ class DdnetRequest(NamedTuple):
 
 
 def read_ddnet_request(request, address):
-    """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
-
-    `address` is the one for players. Raise Malformed if a header field is missing or malformed."""
+    """Return the DdnetRequest in a request by HTTP, and note the port in it for /check. `address`
+    is the one for players."""
     text = ddnet_header(
         request, "Address", r"tw-0\.[67]\+udp://connecting-address\.invalid:[0-9]{1,5}",
         "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
@@ -7670,8 +7669,6 @@ def read_ddnet_request(request, address):
 
 
 def ddnet_header(request, name, pattern, expected):
-    """Return the value of a header field, which has to match a pattern. Raise Malformed with
-    the words of `expected` if it does not."""
     value = request.header(name).strip()
     if not re.fullmatch(pattern, value):
         raise Malformed("%s: expected %s" % (name, expected))
@@ -7870,9 +7867,8 @@ class Ddnet(Game):
     # Registrations
 
     def register(self, request):
-        """Take a game server's request by HTTP, and return the answer in JSON.
-
-        Raise Malformed or Refused, with words that the game server logs."""
+        """Take a game server's request by HTTP, and return the answer in JSON. The game server logs
+        the words of what is raised."""
         now = request.now
         asked = read_ddnet_request(request, self.rules.listed_address(request.address))
         source, text, port = asked.source, asked.text, asked.port
@@ -7917,9 +7913,8 @@ class Ddnet(Game):
     def check_request(self, asked, server):
         """Raise Refused if the rules or a limit forbid to list this address.
 
-        `server` is the listed server with the same Secret, or None. A server has one port, and one
-        address of each family. So somebody who has learned the Secret cannot add another port, or a
-        second IPv4 address, to the server."""
+        A server has one port, and one address of each family. So somebody who has learned its
+        Secret cannot add another port, or a second IPv4 address, to it."""
         source, address, port = asked.source, asked.address, asked.port
         if server is None:
             self.registry.check_admission((self.game, address, port), source)
@@ -7952,16 +7947,13 @@ class Ddnet(Game):
         self.large_bytes.take(source, more)         # tick() counts exactly
 
     def list_address(self, asked, server, registration, now):
-        """List a proven address, of the listed `server` with the same Secret or, if that is None,
-        of a new one. Return the Server. Raise Refused if the rules or a limit forbid it."""
+        """List a proven address of the `server` with the same Secret or, if that is None, of a new
+        one. Return the Server."""
         source = asked.source
         addresses = {}
         if server is not None:
             addresses.update(server.private["ddnet_addresses"])
         address = addresses.setdefault(asked.text, DdnetAddress(source, now))
-        # IPv4 comes first, as most players have it, then 0.6
-        ordered = sorted(addresses, key=lambda text: ("[" in text, text))
-        registration = {**registration, "addresses": ordered}
         listed = self.list_server(server, registration, addresses, now)
         address.source = source
         address.heard_at = now
@@ -7969,12 +7961,16 @@ class Ddnet(Game):
         return listed
 
     def list_server(self, server, registration, addresses, now):
-        """List a server with this registration, or refresh it. Return the Server. Raise Refused.
+        """List a server with this registration at these addresses, or refresh it. Return it, or
+        raise Refused.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there: the list loses it and gets a new one, whose history begins
         again. If it may not be listed there, it stays where it is."""
-        first_address, *_ = registration["addresses"]
+        # IPv4 comes first, as most players have it, then 0.6
+        ordered = sorted(addresses, key=lambda text: ("[" in text, text))
+        registration = {**registration, "addresses": ordered}
+        first_address, *_ = ordered
         address, port = ddnet_endpoint(first_address)
         key = self.game, address, port
         source = addresses[first_address].source        # the one that the server counts for
@@ -8023,18 +8019,15 @@ class Ddnet(Game):
 
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
-        registration = self.registration(server)
         addresses = dict(server.private["ddnet_addresses"])
         for text in texts:
             del addresses[text]
         if not addresses:
             self.registry.remove_own(server)
             return
-        remaining = [text for text in registration["addresses"] if text in addresses]
-        registration = {**registration, "addresses": remaining}
         heard_at = max(address.heard_at for address in addresses.values())
         try:
-            self.list_server(server, registration, addresses, heard_at)
+            self.list_server(server, self.registration(server), addresses, heard_at)
         except Refused:
             # At its first remaining address it may not be listed, so it has left
             self.registry.remove_own(server)
@@ -8069,9 +8062,6 @@ class Ddnet(Game):
         return []
 
     def repeated(self, server, fingerprint, now):
-        """Refresh a server that repeats a registration byte by byte, and return the answer.
-
-        Return b"" if the registration has to be read."""
         for address in server.private["ddnet_addresses"].values():
             if address.fingerprint == fingerprint:
                 address.heard_at = server.last_seen = now
@@ -8094,7 +8084,6 @@ class Ddnet(Game):
         return [("Addresses", ", ".join(self.registration(server)["addresses"]))]
 
     def player_names(self, server):
-        """Return the names of the players and spectators, with their clans in parentheses."""
         info = json.loads(self.registration(server)["info"])
         names = []
         for client in info["clients"]:
@@ -11615,7 +11604,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room. An exception ends the session."""
+        has no more room, and wait for that. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -11629,7 +11618,18 @@ class TcpConnection:
                     self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
-        self.wait_for_next(now)
+        if self.is_closed:
+            return
+        if self.unsent:
+            self.wait_for(selectors.EVENT_WRITE)
+        elif session.done:
+            self.linger(now)
+        elif session.job is None:
+            self.wait_for(selectors.EVENT_READ)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job. Nothing is read or written until it has finished
+            self.wait_for(NO_EVENTS)
+            self.master_server.disk.submit(session.job, self.resume)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11662,31 +11662,20 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        if self.write(self.unsent, now) and not self.session.done:
-            self.answer(now, self.session.receive, b"")
-        else:
-            self.wait_for_next(now)
+        if self.write(self.unsent, now):
+            if self.session.done:
+                self.linger(now)
+            else:
+                self.answer(now, self.session.receive, b"")
 
-    def wait_for_next(self, now):
-        """Wait for room for output, the session's job, or input, or begin to linger."""
-        session = self.session
-        if self.is_closed:
-            return
-        if self.unsent:
-            self.wait_for(selectors.EVENT_WRITE)
-        elif session.done:
-            self.wait_for(selectors.EVENT_READ)
-            self.deadline = now + LINGER_S
-            try:
-                self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                self.close(now)
-        elif session.job is None:
-            self.wait_for(selectors.EVENT_READ)
-        elif self.events != NO_EVENTS:
-            # The session has just asked for a job. Nothing is read or written until it has finished
-            self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
+    def linger(self, now):
+        """Close our side of the connection, and read until the peer closes the other."""
+        self.wait_for(selectors.EVENT_READ)
+        self.deadline = now + LINGER_S
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close(now)
 
     def resume(self, result, now):
         """Pass the result of the session's job, or the exception that it raised, to the session."""
