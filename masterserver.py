@@ -80,7 +80,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from datetime import datetime, timezone
-from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional,
+from typing import (Any, Callable, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional,
                     Sequence, Tuple, Union)
 
 __version__ = "1.0"
@@ -169,7 +169,6 @@ CACHE_S = 5                     # browsers keep a response for so long; the page
 # That takes 8 ms, or 60 ms if each server is in another city of the file
 COUNTRY_LOOKUPS = 250
 PAGE_ROWS = 2000                # the servers on one page; a search finds the others
-CHECK_FINDINGS = 100            # the findings on one page of /check, the latest first
 
 # ================================================================================================
 # 3  Settings
@@ -1189,9 +1188,10 @@ class MmdbSection:
         return members, position
 
     def number(self, start, size):
-        if start + size > len(self.data):
+        end = start + size
+        if end > len(self.data):
             raise Malformed("a value beyond the end of the file")
-        return int.from_bytes(self.data[start:start + size], "big")
+        return int.from_bytes(self.data[start:end], "big")
 
 
 def mmdb_member(value, name, kind):
@@ -1261,7 +1261,9 @@ class CountryFile:
             raise Malformed("a place between the tree and the data")
         country = mmdb_member(self.records.read(position), b"country", dict)
         code = mmdb_member(country, b"iso_code", bytes)
-        return code.decode().lower() if re.fullmatch(rb"[A-Z]{2}", code) else ""
+        if not re.fullmatch(rb"[A-Z]{2}", code):
+            return ""
+        return code.decode().lower()
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
@@ -1368,7 +1370,8 @@ class Turns:
             crowded = next(iter(self.levels[most]))
         pushed_out = None
         if crowded is not None:
-            pushed_out = self.pop(next(iter(self.keys[crowded])))
+            oldest = next(iter(self.keys[crowded]))
+            pushed_out = self.pop(oldest)
         self.things[key] = thing
         self.sources[key] = source
         keys = self.keys.setdefault(source, {})
@@ -1427,10 +1430,12 @@ class Cookie:
         if now >= self.window_ends:
             window = int(now // self.window_s)
             self.window_ends = (window + 1.0) * self.window_s
-            # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
-            self.previous, self.current = [
-                hashlib.blake2b(self.key + struct.pack("<q", number), digest_size=self.size)
-                for number in (window - 1, window)]
+            hashes = []
+            for number in (window - 1, window):
+                # BLAKE2's own keyed mode would pad the key to a whole block, and so take longer
+                key = self.key + struct.pack("<q", number)
+                hashes.append(hashlib.blake2b(key, digest_size=self.size))
+            self.previous, self.current = hashes
         mac = self.current.copy()
         mac.update(message)
         return mac.digest()
@@ -1505,7 +1510,8 @@ class Limiter:
         """Has the source of this address fewer than two tokens left?"""
         source, *_ = source_keys(address)
         full_at = self.table.get(source, 0.0)
-        return full_at - now > self.depth_s - 2 * self.cost_s
+        two_tokens_s = 2 * self.cost_s
+        return full_at - now > self.depth_s - two_tokens_s
 
 
 # ================================================================================================
@@ -1886,7 +1892,8 @@ class Registry:
         counts = collections.Counter()
         tables = [self.games.get(game, {})] if game else self.games.values()
         for table in tables:
-            counts.update([server.country for server in table.values()])
+            for server in table.values():
+                counts[server.country] += 1
         del counts[""]                  # those whose country is not known
         return counts
 
@@ -3486,12 +3493,11 @@ class Game:
         Return whether this source has announced such a server."""
         address = self.rules.listed_address(source)
         server = self.registry.get(self.game, address, port)
-        is_listed_here = server is not None and not server.master
-        is_own = is_listed_here and server.source == source
-        if is_own:
-            self.registry.remove_own(server)
-            self.registry.record_outcome(source, self.game, port, "stopped", now)
-        return is_own
+        if server is None or server.master or server.source != source:
+            return False
+        self.registry.remove_own(server)
+        self.registry.record_outcome(source, self.game, port, "stopped", now)
+        return True
 
     # By HTTP
 
@@ -4098,8 +4104,9 @@ class PolledGame(Game):
         if is_own:
             self.registry.check_rules(source, address, port, name)
         else:
+            key = self.game, address, port
             is_named = target is not None and target.why == NAMED
-            self.registry.check_admission((self.game, address, port), source, name, is_named)
+            self.registry.check_admission(key, source, name, is_named)
 
     def query_found(self, found):
         """Begin to poll a FoundServer. If it answers, it is listed.
@@ -4517,9 +4524,12 @@ class Iceball(Game, UdpProtocol):
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
             # Without its fingerprint, a server's next announcement is answered with a cookie
             self.registry.forget_fingerprints(self.game)
-        if len(self.senders) > 2 * len(self.registry.games[self.game]) + ICEBALL_SENDERS_LEFT:
-            self.senders = {sender: server for sender, server in self.senders.items()
-                            if self.is_sender(sender, server)}
+        listed = len(self.registry.games[self.game])
+        if len(self.senders) > 2 * listed + ICEBALL_SENDERS_LEFT:
+            senders, self.senders = self.senders, {}
+            for sender, server in senders.items():
+                if self.is_sender(sender, server):
+                    self.senders[sender] = server
         self.draft.tick(now)
         return []
 
@@ -5085,9 +5095,11 @@ class Hyperbol(PolledGame, TcpProtocol):
 
     def xml_list(self, entries, now):
         rendered_at = utc_datetime(now + self.epoch).replace(microsecond=0)
+        local_time = rendered_at.astimezone().isoformat()
+        utc_time = rendered_at.isoformat()
         head = '<?xml version="1.0" encoding="UTF-8"?>\n<serverlist localtime="%s" gmtime="%s">\n'
-        times = rendered_at.astimezone().isoformat(), rendered_at.isoformat()
-        return (head % times).encode() + b"".join(entries) + b"</serverlist>\n"
+        head %= local_time, utc_time
+        return head.encode() + b"".join(entries) + b"</serverlist>\n"
 
     def fetch(self):
         received = yield from received_bytes(HYPERBOL_GREETING.size, HyperbolSession.idle_s)
@@ -5112,7 +5124,8 @@ class HyperbolSession(MessageSession):
     def opened(self, now):
         # The request has to repeat this key, although that proves nothing over TCP
         self.key = RANDOM.getrandbits(32)
-        census = self.registry.census(now).get(self.game, Census())
+        censuses = self.registry.census(now)
+        census = censuses.get(self.game, Census())
         return HYPERBOL_GREETING.write(key=self.key, players=census.players)
 
     def size(self, now):
@@ -6695,19 +6708,11 @@ QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
 QUAKE3_SERVERS_EXT = QUAKE3_HEAD + b"getserversExtResponse"
 # In a list, one of these two bytes precedes each address, and tells its size in bytes
-QUAKE3_IPV4 = b"\\"
-QUAKE3_IPV6 = b"/"
-QUAKE3_ADDRESS_BYTES = {QUAKE3_IPV4: 4, QUAKE3_IPV6: 16}
+QUAKE3_ADDRESS_BYTES = {b"\\": 4, b"/": 16}
 QUAKE3_END = b"\\EOT\0\0\0"
-# The longest packet of a list, as in dpmaster. Packets of this size need not be fragmented
-QUAKE3_PACKET_BYTES = 1400
-# The longest infoResponse that dpmaster reads. Quake III's and its kin's have at most 1 kB
-QUAKE3_INFO_BYTES = 2048
 QUAKE3_NUMBER = re.compile(rb"-?[0-9]{1,9}")
 # The filters of a question that stand for one game type each, with the number of the game type
 QUAKE3_GAMETYPES = {b"ffa": "0", b"tourney": "1", b"team": "3", b"ctf": "4"}
-# A colour in the name of a server: "^1", or "^x" with three hexadecimal digits in DarkPlaces
-QUAKE3_COLOUR = re.compile(r"\^(?:x[0-9a-fA-F]{3}|[0-9])")
 # The tags of heartbeats, with the gamename that each stands for. It is "" for DarkPlaces, which
 # several games use: their servers give the gamename in the infoResponse. A server that shuts down
 # sends a Flatline tag. Such a heartbeat may be forged, like any other, so the server is removed
@@ -6739,36 +6744,36 @@ QUAKE3_TITLES = {
 # What the numbers of game types mean in Quake III Arena and OpenArena
 QUAKE3_MODES = {"0": "free for all", "1": "tournament", "3": "team deathmatch",
                 "4": "capture the flag"}
-# A new game is one that is not named in the titles, the tags or the settings. At most this many may
-# be listed at a time, because each game has a tab on the page
-QUAKE3_MAX_NEW_GAMES = 64
-# The keys of an infoResponse that are used, each with the text that stands for a missing value; a
-# value of more than 255 bytes counts as missing. QUAKE3_PATTERNS says what a text has to be
-QUAKE3_DEFAULTS = {
-    b"protocol": "", b"clients": "", b"sv_maxclients": "", b"gametype": "0", b"gamename": None,
-    b"hostname": "", b"mapname": "", b"g_humanplayers": ""}
-QUAKE3_PATTERNS = {
-    b"protocol": re.compile("0|-?[1-9][0-9]{0,8}"),
-    b"clients": re.compile("-?[0-9]{1,9}"),
-    b"sv_maxclients": re.compile("0*[1-9][0-9]{0,8}"),
-    b"gametype": re.compile(r"\S+"),
+# The keys of an infoResponse that are used, each with the text that stands for a missing value, and
+# the pattern of a right one. A value of more than 255 bytes counts as missing
+QUAKE3_FIELDS = {
+    b"protocol": ("", "0|-?[1-9][0-9]{0,8}"),
+    b"clients": ("", "-?[0-9]{1,9}"),
+    b"sv_maxclients": ("", "0*[1-9][0-9]{0,8}"),
+    b"gametype": ("0", r"\S+"),
     # Nobody could ask for a gamename with a blank, because blanks separate the words of a question
-    b"gamename": re.compile(r"\S+"),
+    b"gamename": (None, r"\S+"),
+    b"hostname": ("", "(?s).*"),
+    b"mapname": ("", "(?s).*"),
+    b"g_humanplayers": ("", "(?s).*"),
 }
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_DEFAULTS.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
     if not data.startswith(QUAKE3_INFO):
         raise Malformed("no infoResponse")
-    if len(data) > QUAKE3_INFO_BYTES:
+    # The limit of dpmaster. Those of Quake III and its kin have at most 1 kB
+    if len(data) > 2048:
         raise Malformed("length: %d bytes" % len(data))
     pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
-    pairs = dict(zip(pieces[1::2], pieces[2::2]))
-    return pairs.get(b"challenge", b""), tuple(map(pairs.get, QUAKE3_DEFAULTS))
+    keys = pieces[1::2]
+    pairs = dict(zip(keys, pieces[2::2]))
+    challenge = pairs.get(b"challenge", b"")
+    return challenge, tuple(map(pairs.get, QUAKE3_FIELDS))
 
 
 # The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
@@ -6777,23 +6782,24 @@ def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
 
     If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
-    Malformed if that is "" too, or if a value is not as QUAKE3_PATTERNS says."""
+    Malformed if that is "" too, or if a value is wrong."""
     info = {}
-    for (key, default), value in zip(QUAKE3_DEFAULTS.items(), values):
-        is_missing = value is None or len(value) > 255
-        info[key] = default if is_missing else decode_legacy(value)
-    for key, pattern in QUAKE3_PATTERNS.items():
-        text = info[key]
-        if text is not None and not pattern.fullmatch(text):
+    for key, value in zip(QUAKE3_FIELDS, values):
+        text, pattern = QUAKE3_FIELDS[key]
+        if value is not None and len(value) <= 255:
+            text = decode_legacy(value)
+        if text is not None and not re.fullmatch(pattern, text):
             raise Malformed("%s: %a" % (key.decode(), text))
+        info[key] = text
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
         raise Malformed(
             "gamename: missing, and protocol %s does not belong to a known game" % protocol)
+    # A colour is "^1", or in DarkPlaces "^x" with three hexadecimal digits
+    name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", info[b"hostname"])
     return {
-        # Without its colours, a name may begin or end with a blank
-        "name": clean(QUAKE3_COLOUR.sub("", info[b"hostname"])),
+        "name": clean(name),            # without its colours, it may begin or end with a blank
         "map": info[b"mapname"],
         "mode": info[b"gametype"],
         "version": protocol,
@@ -6804,12 +6810,10 @@ def quake3_attributes(values, otherwise):
 
 
 def quake3_game_id(gamename, protocol=""):
-    """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena".
-
-    OpenArena's servers use the gamename of Quake III and another protocol number."""
+    """Return the id of a game in the registry, such as "quake3arena" for "Quake3Arena"."""
     # Ids stand in addresses of pages, so "-" replaces characters that would have to be escaped
     game = re.sub("[^a-z0-9_.-]", "-", gamename.lower())[:32]
-    if game == "quake3arena" and protocol == "71":
+    if game == "quake3arena" and protocol == "71":      # it uses the gamename of Quake III
         return "openarena"
     return game
 
@@ -6821,10 +6825,7 @@ class Quake3Question(NamedTuple):
     gamename: str                       # "" if a getservers has no gamename
     protocol: str                       # a number
     gametype: str                       # "" for any
-    wants_empty: bool                   # False leaves out servers without players
-    wants_full: bool                    # False leaves out servers without a free slot
-    wants_ipv4: bool
-    wants_ipv6: bool
+    wants: FrozenSet[bytes]             # of "empty", "full", "ipv4" and "ipv6"
 
 
 def read_quake3_question(command, words):
@@ -6853,17 +6854,14 @@ def read_quake3_question(command, words):
             gametype = decode_legacy(number_or_name)
         elif word in QUAKE3_GAMETYPES:
             gametype = QUAKE3_GAMETYPES[word]
-    names_no_family = b"ipv4" not in filters and b"ipv6" not in filters
+    wants = {b"empty", b"full"}.intersection(filters)
+    families = {b"ipv4", b"ipv6"}
+    if is_extended:
+        wants |= families.intersection(filters) or families
+    else:
+        wants.add(b"ipv4")              # the answer has no room for IPv6 addresses
     return Quake3Question(
-        is_extended,
-        decode_legacy(gamename),
-        protocol.decode(),
-        gametype,
-        wants_empty=b"empty" in filters,
-        wants_full=b"full" in filters,
-        # The answer to a getservers has no room for IPv6 addresses
-        wants_ipv4=not is_extended or names_no_family or b"ipv4" in filters,
-        wants_ipv6=is_extended and (names_no_family or b"ipv6" in filters))
+        is_extended, decode_legacy(gamename), protocol.decode(), gametype, frozenset(wants))
 
 
 class Quake3Entry(NamedTuple):
@@ -6872,46 +6870,36 @@ class Quake3Entry(NamedTuple):
     gamename: str
     protocol: str
     gametype: str
-    is_empty: bool                      # True: only questions that want empty servers get it
-    is_full: bool                       # True: only questions that want full servers get it
-    is_ipv6: bool
+    needs: FrozenSet[bytes]             # only questions that want all of these get it
     packed: bytes                       # the address and port as in a list, after "\\" or "/"
 
 
 def quake3_entry(server):
     gamename = server.details.get("gamename", "")
-    # Players of Enemy Territory get empty and full servers even if they do not ask for them
-    can_be_left_out = gamename != "et"
     address = ipaddress.ip_address(server.address)
-    is_ipv6 = address.version == 6
-    separator = QUAKE3_IPV6 if is_ipv6 else QUAKE3_IPV4
-    return Quake3Entry(
-        gamename,
-        server.version,
-        server.mode,
-        is_empty=can_be_left_out and server.players == 0,
-        is_full=can_be_left_out and 0 < server.players == server.max_players,
-        is_ipv6=is_ipv6,
-        packed=separator + address.packed + struct.pack(">H", server.port))
+    family, separator = (b"ipv6", b"/") if address.version == 6 else (b"ipv4", b"\\")
+    needs = {family}
+    # Players of Enemy Territory get empty and full servers even if they do not ask for them
+    if gamename != "et":
+        if server.players == 0:
+            needs.add(b"empty")
+        elif server.players == server.max_players:
+            needs.add(b"full")
+    packed = separator + address.packed + struct.pack(">H", server.port)
+    return Quake3Entry(gamename, server.version, server.mode, frozenset(needs), packed)
 
 
 def quake3_packets(question, entries):
     """Return the packets with those of the Quake3Entry records that pass a question's filters."""
     head = QUAKE3_SERVERS_EXT if question.is_extended else QUAKE3_SERVERS
-    pieces = []
-    for entry in entries:
-        is_left_out = (
-            entry.is_empty and not question.wants_empty
-            or entry.is_full and not question.wants_full
-            or not (question.wants_ipv6 if entry.is_ipv6 else question.wants_ipv4))
-        if not is_left_out:
-            pieces.append(entry.packed)
+    pieces = [entry.packed for entry in entries if entry.needs <= question.wants]
     # Only the last packet has this mark, so that players' programs know that the list is complete
     pieces.append(QUAKE3_END)
     packets = []
     packet = head
     for piece in pieces:
-        if len(packet) + len(piece) > QUAKE3_PACKET_BYTES:
+        # As in dpmaster. Packets of this size need not be fragmented
+        if len(packet) + len(piece) > 1400:
             packets.append(packet)
             packet = head
         packet += piece
@@ -6920,9 +6908,7 @@ def quake3_packets(question, entries):
 
 
 def read_quake3_packet(data):
-    """Return the servers in one packet of a list, as dicts, and whether it is the last packet.
-
-    Raise Malformed if it is cut off or has another format."""
+    """Return the servers in one packet of a list, as dicts, and whether it is the last packet."""
     offset = 0
     for head in (QUAKE3_SERVERS_EXT, QUAKE3_SERVERS):
         if data.startswith(head):
@@ -7021,10 +7007,11 @@ class Quake3(PolledGame, UdpProtocol):
             self.gamenames_by_tag[tag.strip()] = gamename.strip()
         # Questions without a gamename get the servers of these games. The first is "", which most
         # challenges are made for
-        self.anonymous_gamenames = tuple(dict.fromkeys(self.gamenames_by_tag.values()))
+        gamenames = dict.fromkeys(self.gamenames_by_tag.values())
+        self.anonymous_gamenames = tuple(gamenames)
         # These games can always be listed, even if strangers have invented as many as they may
-        tagged = map(quake3_game_id, self.anonymous_gamenames)
-        self.named_games = {*QUAKE3_TITLES, *self.choices, *tagged}
+        self.named_games = {*QUAKE3_TITLES, *self.choices}
+        self.named_games.update(map(quake3_game_id, gamenames))
         # A gamename such as "iceball" must not put a server into another game's list. The name of
         # any section of the settings may be the id of a game
         self.other_games = {*section_names(), *settings["games"]}
@@ -7052,10 +7039,8 @@ class Quake3(PolledGame, UdpProtocol):
         return [(packet, peer) for packet in packets]
 
     def answer_heartbeat(self, tag, peer, now):
-        """Return [getinfo] for a server, or [] if it is not to be asked now.
-
-        A listed server is also polled at once. Raise Malformed if the tag is not known, and Refused
-        if the server may not be listed."""
+        """Return [getinfo] for a server, or [] if it is not to be asked now. A listed server is
+        also polled at once."""
         if tag not in self.gamenames_by_tag:
             raise Malformed("heartbeat tag %a: not known here, but the operator can add it" % tag)
         source, port = peer[:2]
@@ -7083,10 +7068,7 @@ class Quake3(PolledGame, UdpProtocol):
         return [QUAKE3_GETINFO + base64.urlsafe_b64encode(mac)]
 
     def accept_info(self, data, peer, now):
-        """List or refresh the server that answers a getinfo of answer_heartbeat().
-
-        Raise Malformed if the challenge did not go there, or is too old, or if the contents are
-        wrong."""
+        """List or refresh the server that answers a getinfo of answer_heartbeat()."""
         challenge, values = read_quake3_info(data)
         try:
             mac = base64.urlsafe_b64decode(challenge)
@@ -7144,12 +7126,14 @@ class Quake3(PolledGame, UdpProtocol):
             raise Refused("game", "%a is not listed here" % gamename)
         if game in self.named_games or game in self.registry.titles:
             return game
-        shares = Shares()               # of the new games, by the source of each one's first server
+        # A new game is one that neither the titles, the tags nor the settings name. It counts for
+        # the source of its first server
+        shares = Shares()
         for listed_game, first_source in self.registry.title_sources.items():
             if listed_game not in self.named_games:
                 shares.take(first_source)
-        if shares.total >= QUAKE3_MAX_NEW_GAMES:
-            raise Refused("limit", "at most %d games of this family" % QUAKE3_MAX_NEW_GAMES)
+        if shares.total >= 64:          # each game has a tab on the page
+            raise Refused("limit", "at most 64 games of this family")
         # A machine runs servers of one game, rarely of two. Anybody can have an IPv6 /48
         full = shares.full(source, 4, site_sources=2)
         if full and not self.rules.exempts(source):
@@ -7169,16 +7153,16 @@ class Quake3(PolledGame, UdpProtocol):
         dict for the answers that are made from them."""
         groups = collections.defaultdict(list)
         for entry in entries:
+            protocol = entry.protocol
             gamenames = [entry.gamename]
             if entry.gamename in self.anonymous_gamenames:
                 gamenames.append("")
-            for gamename, gametype in itertools.product(gamenames, {entry.gametype, ""}):
-                groups[gamename, entry.protocol, gametype].append(entry)
+            for gamename in gamenames:
+                for gametype in {entry.gametype, ""}:
+                    groups[gamename, protocol, gametype].append(entry)
         return dict(groups), {}
 
     def answer_question(self, command, words, peer, now):
-        """Return the packets that answer a question. Raise Malformed if the words are none, and
-        Limited if a limit forbids an answer."""
         question = read_quake3_question(command, words)
         source, *_ = peer
         # datagram() would refuse to send the answer, so do not spend time on rendering it
@@ -7189,7 +7173,8 @@ class Quake3(PolledGame, UdpProtocol):
         if not self.rules.udp_request_limiter.allow(source, now, tokens):
             raise Limited
         groups, answers = self.rendered("servers", now)
-        group = groups.get((question.gamename, question.protocol, question.gametype))
+        key = question.gamename, question.protocol, question.gametype
+        group = groups.get(key)
         if group is None:               # to keep an answer for each invented game would fill memory
             return quake3_packets(question, ())
         if question not in answers:
@@ -7231,17 +7216,11 @@ LUANTI_ID = b"OEt\3"                # begins every packet
 LUANTI_PROBE = LUANTI_ID + b"\0\0\0\1"
 LUANTI_ANSWER = Form("<6s 5x c 2s", "head kind peer", head=LUANTI_ID + b"\0\1", kind=b"\1")
 LUANTI_GOODBYE = Form("<4s 2s 3s", "id peer kind", id=LUANTI_ID, kind=b"\0\0\3")
-# Each list of names is cut to this many bytes of JSON, because every client fetches it with the
-# list of servers. There is room for 180 players with the longest names, and for 500 mods with names
-# of usual length. The official master allows 8 kB for the whole announcement
-LUANTI_LIST_BYTES = {"clients_list": 4096, "mods": 8192}
 
 
 def read_luanti_address(text):
-    """Return the announced address for players to connect to, if it is a possible address.
-
-    It is an IP address, a host name with a dot, or "" for the address that the server announces
-    from. Raise ValueError for anything else."""
+    """Return the announced address for players to connect to: an IP address, a host name with a
+    dot, or "" for the address that the server announces from. Raise ValueError for others."""
     # A host name has at most 253 characters, with its final dot (RFC 1035)
     if not isinstance(text, str) or len(text) > 250:
         raise ValueError("not a text, or too long")
@@ -7267,24 +7246,12 @@ def read_luanti_names(names):
     return list(dict.fromkeys(clean(name, 32) for name in names[:500]))
 
 
-def luanti_number_reader(high, kind=int):
-    """Return a function that reads a text as a number from 0 to `high`; `kind` is int or float."""
-    read_number_of_any_length = number_reader(0, high, kind)
-
-    def read(text):
-        if len(text) > 32:          # 17 digits are enough, and int() is slow with 10,000
-            raise ValueError("too long for a number")
-        return read_number_of_any_length(text)
-
-    return read
-
-
 LUANTI_TEXT = functools.partial(clean, max_characters=TEXT_CHARACTERS), "a text"
 LUANTI_WORD = clean, "a text"
 LUANTI_NAMES = read_luanti_names, "a list of texts"
 LUANTI_FLAG = read_flag, "true or false"
-LUANTI_COUNT = luanti_number_reader(10**15), "a number, 0 or more"
-LUANTI_FRACTION = luanti_number_reader(10**6, float), "a number, 0 or more"
+LUANTI_COUNT = number_reader(0, 10**15), "a number, 0 or more"
+LUANTI_FRACTION = number_reader(0, 10**6, float), "a number, 0 or more"
 LUANTI_ADDRESS = read_luanti_address, (
     "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII")
 # The fields of an announcement, and whether each is required. The reader takes the announced value,
@@ -7345,7 +7312,10 @@ def read_luanti_fields(values):
     # The count and the list may contradict each other; then the list is right
     if "clients_list" in fields:
         fields["clients"] = len(fields["clients_list"])
-    for name, max_bytes in LUANTI_LIST_BYTES.items():
+    # Every client fetches these names with the list of servers. There is room for 180 players with
+    # the longest names, and for 500 mods with names of usual length. The official master allows
+    # 8 kB for the whole announcement
+    for name, max_bytes in {"clients_list": 4096, "mods": 8192}.items():
         if name in fields:
             fields[name] = first_names(fields[name], max_bytes)
     # Clients open this link, so it must not have another scheme, such as "javascript:"
@@ -7358,9 +7328,7 @@ def first_names(names, max_bytes):
     """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
     for position, name in enumerate(names):
-        # In JSON a backslash precedes each of these two characters
-        escape_bytes = name.count('"') + name.count("\\")
-        total_bytes += len(name.encode()) + escape_bytes + len('"",')
+        total_bytes += len(to_json(name)) + len(",")
         if total_bytes > max_bytes:
             return names[:position]
     return names
@@ -7479,20 +7447,19 @@ class Luanti(PolledGame):
 
     @staticmethod
     def completed(fields, previous):
-        """Return a complete announcement: a dict by the names of LUANTI_FIELDS, checked and
-        cleaned.
-
-        Fields that the announced ones lack are taken from `previous`, the server's last
-        announcement, which is empty if there is none."""
+        """Return a complete announcement, by the names of LUANTI_FIELDS. Fields that the announced
+        ones lack are those of `previous`, the server's last announcement, which may be empty."""
         merged = {**previous, **fields}
         for name, first_value in LUANTI_COMPUTED.items():       # a server cannot set them itself
             merged[name] = previous.get(name, first_value)
         announcement = read_luanti_fields(merged)
-        clients, mean = announcement["clients"], announcement["pop_v"]
+        clients = announcement["clients"]
+        updates = announcement["updates"] + 1
+        mean = announcement["pop_v"]
+        announcement["updates"] = updates
         announcement["clients_top"] = max(clients, announcement["clients_top"])
-        announcement["updates"] += 1
         # The mean of all announcements so far, of which this one is the last
-        announcement["pop_v"] = mean + (clients - mean) / announcement["updates"]
+        announcement["pop_v"] = mean + (clients - mean) / updates
         return announcement
 
     def forget_waiting(self, source, port):
@@ -7506,18 +7473,19 @@ class Luanti(PolledGame):
         """Look up the announced address for players. on_address() gets the result."""
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, announcement["name"], target)
-        done = functools.partial(self.on_address, source, port, announcement)
-        # Of several addresses, the one at which the server is listed is preferred
         self.master.resolve(
-            announcement["address"], done, source, self.rules.listed_address(source))
+            announcement["address"],
+            functools.partial(self.on_address, source, port, announcement),
+            source,
+            # Of several addresses, the one at which the server is listed is preferred
+            like=self.rules.listed_address(source))
         self.being_looked_up[source, port] = announcement
         self.registry.record_outcome(source, self.game, port, "announced", now)
 
     def on_address(self, source, port, announcement, address, now):
         """Query the announced server, unless its host name leads to an address elsewhere.
 
-        `address` is the result of the look-up, or "" if the name has no address. Do nothing if a
-        newer announcement has replaced this one."""
+        `address` is "" if the name has none. A newer announcement may have replaced this one."""
         if self.being_looked_up.get((source, port)) is not announcement:
             return
         del self.being_looked_up[source, port]
@@ -7525,9 +7493,9 @@ class Luanti(PolledGame):
         # An IPv4 and an IPv6 address cannot be compared, and the name is believed: it may have no
         # address of the other kind
         is_other_kind = (":" in address) != (":" in listed_address)
+        is_right = address == listed_address or is_other_kind
         try:
-            if not address or not (address == listed_address or is_other_kind
-                                   or self.rules.believes_claim(source, address)):
+            if not address or not (is_right or self.rules.believes_claim(source, address)):
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
             self.query_announced(source, port, announcement, now)
@@ -7657,9 +7625,8 @@ class DdnetRequest(NamedTuple):
 
 
 def read_ddnet_request(request, address):
-    """Return the DdnetRequest in a request by HTTP, and note the port in it for /check.
-
-    `address` is the one for players. Raise Malformed if a header field is missing or malformed."""
+    """Return the DdnetRequest in a request by HTTP, and note the port in it for /check. `address`
+    is the one for players."""
     text = ddnet_header(
         request, "Address", r"tw-0\.[67]\+udp://connecting-address\.invalid:[0-9]{1,5}",
         "tw-0.6+udp://connecting-address.invalid:PORT, or tw-0.7+udp")
@@ -7691,8 +7658,6 @@ def read_ddnet_request(request, address):
 
 
 def ddnet_header(request, name, pattern, expected):
-    """Return the value of a header field, which has to match a pattern. Raise Malformed with
-    the words of `expected` if it does not."""
     value = request.header(name).strip()
     if not re.fullmatch(pattern, value):
         raise Malformed("%s: expected %s" % (name, expected))
@@ -7891,33 +7856,32 @@ class Ddnet(Game):
     # Registrations
 
     def register(self, request):
-        """Take a game server's request by HTTP, and return the answer in JSON.
-
-        Raise Malformed or Refused, with words that the game server logs."""
-        asked = read_ddnet_request(request, self.rules.listed_address(request.address))
+        """Take a game server's request by HTTP, and return the answer in JSON. The game server logs
+        the words of what is raised."""
         now = request.now
+        asked = read_ddnet_request(request, self.rules.listed_address(request.address))
+        source, text, port = asked.source, asked.text, asked.port
         server = self.by_secret.get(asked.secret)
         if server is not None and not self.registry.has(server):
             server = None
         if asked.is_delete:
-            if server is not None and asked.text in server.private["ddnet_addresses"]:
-                self.drop_addresses(server, [asked.text])
-                self.registry.record_outcome(asked.source, self.game, asked.port, "stopped", now)
+            if server is not None and text in server.private["ddnet_addresses"]:
+                self.drop_addresses(server, [text])
+                self.registry.record_outcome(source, self.game, port, "stopped", now)
             return DDNET_SUCCESS
         self.check_request(asked, server)
         # The token proves that whoever has this Secret receives what is sent to this address
-        message = " ".join([asked.source, asked.text, asked.secret]).encode()
+        message = ("%s %s %s" % (source, text, asked.secret)).encode()
         if not self.cookie.is_valid(asked.token, message, now):
             token = self.cookie.make(message, now).hex().encode()
-            self.master.send(asked.challenge + token + b"\0", (asked.source, asked.port))
-            self.registry.record_outcome(
-                asked.source, self.game, asked.port, "challenged", now, str(asked.port))
+            self.master.send(asked.challenge + token + b"\0", (source, port))
+            self.registry.record_outcome(source, self.game, port, "challenged", now, str(port))
             return to_json({"status": "need_challenge"})
         registration = self.registration(server) if server else {"secret": asked.secret}
         if request.body:                # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(request.body)
             try:
-                self.check_size(asked.source, server, info)
+                self.check_size(source, server, info)
             except Refused:
                 if server is not None:      # it stays, with its old info
                     self.list_address(asked, server, registration, now)
@@ -7928,7 +7892,7 @@ class Ddnet(Game):
         server = self.list_address(asked, server, registration, now)
         if not request.body and not request.close_connection:       # else nothing is repeated
             fingerprint = hash((request.head, request.peer_address))
-            server.private["ddnet_addresses"][asked.text].fingerprint = fingerprint
+            server.private["ddnet_addresses"][text].fingerprint = fingerprint
             if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
                 self.registry.forget_fingerprints_of(server)
             if fingerprint not in server.fingerprints:
@@ -7938,9 +7902,8 @@ class Ddnet(Game):
     def check_request(self, asked, server):
         """Raise Refused if the rules or a limit forbid to list this address.
 
-        `server` is the listed server with the same Secret, or None. A server has one port, and one
-        address of each family. So somebody who has learned the Secret cannot add another port, or a
-        second IPv4 address, to the server."""
+        A server has one port, and one address of each family. So somebody who has learned its
+        Secret cannot add another port, or a second IPv4 address, to it."""
         source, address, port = asked.source, asked.address, asked.port
         if server is None:
             self.registry.check_admission((self.game, address, port), source)
@@ -7973,25 +7936,30 @@ class Ddnet(Game):
         self.large_bytes.take(source, more)         # tick() counts exactly
 
     def list_address(self, asked, server, registration, now):
-        """List a proven address, of the listed `server` with the same Secret or, if that is None,
-        of a new one. Return the Server. Raise Refused if the rules or a limit forbid it."""
-        addresses = dict(server.private["ddnet_addresses"]) if server else {}
-        address = addresses.setdefault(asked.text, DdnetAddress(asked.source, now))
-        # IPv4 comes first, as most players have it, then 0.6
-        ordered = sorted(addresses, key=lambda text: ("[" in text, text))
-        registration = {**registration, "addresses": ordered}
+        """List a proven address of the `server` with the same Secret or, if that is None, of a new
+        one. Return the Server."""
+        source = asked.source
+        addresses = {}
+        if server is not None:
+            addresses.update(server.private["ddnet_addresses"])
+        address = addresses.setdefault(asked.text, DdnetAddress(source, now))
         listed = self.list_server(server, registration, addresses, now)
-        address.source, address.heard_at = asked.source, now
-        self.registry.record_outcome(asked.source, self.game, asked.port, "listed", now)
+        address.source = source
+        address.heard_at = now
+        self.registry.record_outcome(source, self.game, asked.port, "listed", now)
         return listed
 
     def list_server(self, server, registration, addresses, now):
-        """List a server with this registration, or refresh it. Return the Server. Raise Refused.
+        """List a server with this registration at these addresses, or refresh it. Return it, or
+        raise Refused.
 
         `server` is the one that is listed with the same Secret, or None. If its first address is
         another one now, it moves there: the list loses it and gets a new one, whose history begins
         again. If it may not be listed there, it stays where it is."""
-        first_address, *_ = registration["addresses"]
+        # IPv4 comes first, as most players have it, then 0.6
+        ordered = sorted(addresses, key=lambda text: ("[" in text, text))
+        registration = {**registration, "addresses": ordered}
+        first_address, *_ = ordered
         address, port = ddnet_endpoint(first_address)
         key = self.game, address, port
         source = addresses[first_address].source        # the one that the server counts for
@@ -8040,18 +8008,15 @@ class Ddnet(Game):
 
     def drop_addresses(self, server, texts):
         """Remove addresses of a listed server. The server leaves with its last one."""
-        registration = self.registration(server)
         addresses = dict(server.private["ddnet_addresses"])
         for text in texts:
             del addresses[text]
         if not addresses:
             self.registry.remove_own(server)
             return
-        remaining = [text for text in registration["addresses"] if text in addresses]
-        registration = {**registration, "addresses": remaining}
         heard_at = max(address.heard_at for address in addresses.values())
         try:
-            self.list_server(server, registration, addresses, heard_at)
+            self.list_server(server, self.registration(server), addresses, heard_at)
         except Refused:
             # At its first remaining address it may not be listed, so it has left
             self.registry.remove_own(server)
@@ -8086,9 +8051,6 @@ class Ddnet(Game):
         return []
 
     def repeated(self, server, fingerprint, now):
-        """Refresh a server that repeats a registration byte by byte, and return the answer.
-
-        Return b"" if the registration has to be read."""
         for address in server.private["ddnet_addresses"].values():
             if address.fingerprint == fingerprint:
                 address.heard_at = server.last_seen = now
@@ -8111,9 +8073,9 @@ class Ddnet(Game):
         return [("Addresses", ", ".join(self.registration(server)["addresses"]))]
 
     def player_names(self, server):
-        """Return the names of the players and spectators, with their clans in parentheses."""
+        info = json.loads(self.registration(server)["info"])
         names = []
-        for client in json.loads(self.registration(server)["info"])["clients"]:
+        for client in info["clients"]:
             name = clean(client["name"])
             clan = clean(client["clan"])
             names.append("%s (%s)" % (name, clan) if clan else name)
@@ -8145,9 +8107,15 @@ def read_ddnet_entry(entry):
         first_address, *_ = entry["addresses"]
         address, port = ddnet_endpoint(first_address)
         server = {
-            "address": address, "port": port, "name": info["name"], "mode": info["game_type"],
-            "map": info["map"]["name"], "version": info["version"],
-            "players": count_ddnet_players(info), "max_players": info["max_players"]}
+            "address": address,
+            "port": port,
+            "name": info["name"],
+            "mode": info["game_type"],
+            "map": info["map"]["name"],
+            "version": info["version"],
+            "players": count_ddnet_players(info),
+            "max_players": info["max_players"],
+        }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("an entry of the list: %r" % error) from None
     return json_entry(server, "players", "max_players")
@@ -9293,10 +9261,14 @@ def list_summary(servers):
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     players = sum([server.players for server in servers])
-    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
+    players_text = count_text(players, "player")
+    servers_text = count_text(len(servers), "server")
+    totals = "%s on %s" % (players_text, servers_text)
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
-                         spark=spark, totals=Html(bold_totals))
+    return fill_template(
+        '<p class="totals" id="totals" data-live>$spark$totals</p>\n',
+        spark=spark,
+        totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -9304,16 +9276,18 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = format(sum(counts.values()), ",")
-    tabs = [render_tab("/", "All games", chosen_game == "", total)]
+    total = sum(counts.values())
+    tabs = [render_tab("/", "All games", chosen_game == "", format(total, ","))]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = format(counts.get(game, 0), ",")
-            tabs.append(render_tab(link, title, game == chosen_game, count))
+            count = counts.get(game, 0)
+            tabs.append(render_tab(link, title, game == chosen_game, format(count, ",")))
+    if len(tabs) <= 2:
+        tabs = ""
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
-        tabs=tabs if len(tabs) > 2 else "")
+        tabs=tabs)
 
 
 def render_search(list_filter, country_counts):
@@ -9541,7 +9515,8 @@ def server_facts(context, server, is_listed, history, wall):
         ]
         for key, value in server.details.items():
             if key not in HIDDEN_DETAILS:
-                facts.append((key.replace("_", " ").capitalize(), value))
+                heading = key.replace("_", " ").capitalize()
+                facts.append((heading, value))
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
@@ -9869,7 +9844,8 @@ class HttpRequest:
         self.page = page or "/"
         self.route = self.page if self.page in routes else "other"
         route = routes.get(self.route)
-        self.read_length(route.room.body_bytes if route and route.room else HTTP_BODY_BYTES)
+        has_room = route is not None and route.room is not None
+        self.read_length(route.room.body_bytes if has_room else HTTP_BODY_BYTES)
         options = self.header("Connection").lower()         # Perl's clients say "TE, close"
         is_kept = version == b"HTTP/1.1" or "keep-alive" in options
         self.close_connection = not is_kept or "close" in options
@@ -10033,9 +10009,11 @@ class HttpSession(Session):
         if not body:
             return b""
         self.request = HttpRequest(data, self.scheme, self.address)
-        _, self.request.route, _ = data.decode("latin-1").split(" ", 2)
+        _, path, _ = data.split(b" ", 2)
+        self.request.route = path.decode("latin-1")
         self.request.close_connection = False
-        return self.respond(HttpResponse(body, JSON_TYPE), now)
+        response = HttpResponse(body, JSON_TYPE)
+        return self.respond(response, now)
 
     def resume(self, result, now):
         self.job = None
@@ -10177,12 +10155,13 @@ class Web(TcpProtocol):
         self.routes = dict(ROUTES)
         for room in core.rooms.values():
             for path, route in room.routes.items():
-                self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
+                get = functools.partial(get_list, room, route)
+                self.routes[path] = WebRoute(GET, get, room)
             for request, name in room.requests.items():
                 method, path = request.split()
                 methods = POST if method == "POST" else GET
-                self.routes[path] = WebRoute(
-                    methods, functools.partial(ask_room, room, getattr(room, name)), room)
+                ask = functools.partial(ask_room, room, getattr(room, name))
+                self.routes[path] = WebRoute(methods, ask, room)
         self.read(core.settings)
 
     def session(self, address, now):
@@ -10212,9 +10191,12 @@ class Web(TcpProtocol):
             titles[game] = title
             self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
-            settings["http.title"], settings["http.intro"],
+            settings["http.title"],
+            settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE,
-            collections.ChainMap(titles, self.registry.titles), settings["http.url"], self.rooms)
+            collections.ChainMap(titles, self.registry.titles),
+            settings["http.url"],
+            self.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -10389,8 +10371,11 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
-    players_min = query_number(request, "players_min", PLAYERS_MAX)
-    return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
+    return ListFilter(
+        game,
+        name=clean(query.get("name", "")),
+        players_min=query_number(request, "players_min", PLAYERS_MAX),
+        countries=tuple(sorted(codes)))
 
 
 def query_endpoint(request, default_address=""):
@@ -10446,8 +10431,9 @@ def get_list(room, route, web, request):
     response = web.lists.get(key)
     if response is None or response.body is not body:
         modified = email.utils.formatdate(request.wall, usegmt=True)
-        response = web.lists[key] = HttpResponse(
-            body, route.media_type, fields={"Last-Modified": modified}, is_public=True)
+        fields = {"Last-Modified": modified}
+        response = HttpResponse(body, route.media_type, fields=fields, is_public=True)
+        web.lists[key] = response
     return response
 
 
@@ -10477,25 +10463,28 @@ def server_json(server):
     return entry[:-len("}")]
 
 
-def with_times(entry, server, epoch, own_master):
+def with_times(beginning, server, epoch, own_master):
     """Return the whole entry of a server in /servers.json: server_json(), its master and its times.
 
     `epoch` is the wall clock minus the monotonic clock. `own_master` is this master's name, or ""
     if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-        entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
+        beginning, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
     def render(servers):
+        registry = web.registry
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
-            entries.append(with_times(entry, server, web.epoch, web.registry.master))
+        beginnings = cached_entries(servers, "servers.json", server_json)
+        for server, beginning in zip(servers, beginnings):
+            entries.append(with_times(beginning, server, web.epoch, registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            request.wall, web.registry.generation, b",\n".join(entries))
+            request.wall, registry.generation, b",\n".join(entries))
 
-    return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
+    list_filter = query_filter(web, request)
+    return web.list_response(request, list_filter, JSON_TYPE, render)
 
 
 # --- Pages ---------------------------------------------------------------------------------------
@@ -10677,8 +10666,15 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game, "address": address, "port": port, "span": span, "start": series.start,
-            "step": series.step, "players": series.means, "peak": series.peaks})
+            "game": game,
+            "address": address,
+            "port": port,
+            "span": span,
+            "start": series.start,
+            "step": series.step,
+            "players": series.means,
+            "peak": series.peaks,
+        })
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
@@ -11013,7 +11009,7 @@ def recorded_findings(web, address, port, listed, wall):
             peer=peer)
         timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
     timed_findings.sort(reverse=True)
-    return [html for _, html in timed_findings[:CHECK_FINDINGS]]
+    return [html for _, html in timed_findings[:100]]
 
 
 def finding(outcome, detail, arrival=""):
@@ -11597,7 +11593,7 @@ class TcpConnection:
     def answer(self, now, session_method, *arguments):
         """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
         session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room. An exception ends the session."""
+        has no more room, and wait for that. An exception ends the session."""
         session = self.session
         try:
             data = session_method(*arguments, now)
@@ -11611,7 +11607,18 @@ class TcpConnection:
                     self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
-        self.wait_for_next(now)
+        if self.is_closed:
+            return
+        if self.unsent:
+            self.wait_for(selectors.EVENT_WRITE)
+        elif session.done:
+            self.linger(now)
+        elif session.job is None:
+            self.wait_for(selectors.EVENT_READ)
+        elif self.events != NO_EVENTS:
+            # The session has just asked for a job. Nothing is read or written until it has finished
+            self.wait_for(NO_EVENTS)
+            self.master_server.disk.submit(session.job, self.resume)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11644,31 +11651,20 @@ class TcpConnection:
         return False
 
     def on_writable(self, now):
-        if self.write(self.unsent, now) and not self.session.done:
-            self.answer(now, self.session.receive, b"")
-        else:
-            self.wait_for_next(now)
+        if self.write(self.unsent, now):
+            if self.session.done:
+                self.linger(now)
+            else:
+                self.answer(now, self.session.receive, b"")
 
-    def wait_for_next(self, now):
-        """Wait for room for output, the session's job, or input, or begin to linger."""
-        session = self.session
-        if self.is_closed:
-            return
-        if self.unsent:
-            self.wait_for(selectors.EVENT_WRITE)
-        elif session.done:
-            self.wait_for(selectors.EVENT_READ)
-            self.deadline = now + LINGER_S
-            try:
-                self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                self.close(now)
-        elif session.job is None:
-            self.wait_for(selectors.EVENT_READ)
-        elif self.events != NO_EVENTS:
-            # The session has just asked for a job. Nothing is read or written until it has finished
-            self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
+    def linger(self, now):
+        """Close our side of the connection, and read until the peer closes the other."""
+        self.wait_for(selectors.EVENT_READ)
+        self.deadline = now + LINGER_S
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close(now)
 
     def resume(self, result, now):
         """Pass the result of the session's job, or the exception that it raised, to the session."""
