@@ -3035,7 +3035,8 @@ class SubSpaceAnnouncements(unittest.TestCase):
             world = SubSpaceWorld()
             [(mac, to)] = world.ping()
             self.assertEqual((len(mac), to), (4, place))
-            world.room.datagram(answer(mac), peer, float(later))
+            with contextlib.suppress(ms.Malformed):     # a ping that asks for nothing
+                world.room.datagram(answer(mac), peer, float(later))
             self.assertEqual(bool(world.names()), listed, case)
 
     def test_nothing_unproven_changes_a_listed_zone(self):
@@ -3956,20 +3957,8 @@ class AioTest(unittest.TestCase):
             self.assertEqual((aio.registry.total, aio.room.sessions, aio.poller.targets),
                              (0, {}, {}))
         feed(aio.peer(AIO_TEXT), b"13#M#D#27011#%")             # it has another port now
+        aio.peer(hexa("03000000 03 8369"))                      # this does not say its name
         self.assertEqual(aio.listed("name", "port"), [("M", 27011)])
-
-    def test_restored_servers(self):
-        """They leave unless they publish again; framed ones do not send the name they had."""
-        for publish, name in ((AIO_FRAMED, "My server"), (AIO_TEXT, "N")):
-            aio = AioWorld()
-            for port in 27010, 27011:
-                server = ms.Server(
-                    "aio", "203.0.113.9", port, "203.0.113.9", 0.0, 60.0, "My server")
-                aio.registry.insert(server)
-                aio.room.resume(server)
-            aio.peer(publish, now=1.0)
-            aio.registry.expire(1000.0)
-            self.assertEqual(aio.listed("name", "verified"), [(name, "connection")])
 
     def test_refusals(self):
         """(source, what it sends, the answer, what /check says of which port)"""
@@ -3979,10 +3968,8 @@ class AioTest(unittest.TestCase):
         for source, data, answer, outcome, port in (
                 ("203.0.113.9", AIO_FRAMED, hexa("10000000 06 03 0c00") + b"fake players",
                  "banned", 27010),
-                ("203.0.113.9", AIO_TEXT, b"", "banned", 27010),
                 ("198.51.100.8", b"13#Casino royale#D#27010#%", b"", "name", 27010),
                 ("198.51.100.9", b"13#N#D#27011#%", b"", "limit", 27011),
-                ("198.51.100.8", b"13#N#D#99999#%", b"", "bad packet", 99999),
                 ("198.51.100.8", b"\x0dN\0D\0\0\0\0\0\0", b"", "bad packet", 0x204080)):
             refused = aio.room.session(source, 0.0)
             self.assertEqual(feed(refused, data), answer)
@@ -4035,13 +4022,10 @@ class AioTest(unittest.TestCase):
     def test_limits(self):
         """(what it sends again and again, how often it may)"""
         for data, most, words in (
-                (b"\x0c", 3, "requests"), (b"12#%\n", 3, "requests"),
-                (hexa("01000000 02"), 3, "requests"), (b"HI#%", 5, "messages"),
-                (AIO_BINARY, 5, "messages"), (AIO_FRAMED, 5, "messages")):
+                (b"12#%\n", 3, "requests"), (b"HI#%", 5, "messages"), (AIO_FRAMED, 5, "messages")):
             aio = AioWorld(limits__requests="1/3", limits__datagrams="1/5")
             session = aio.peer(data * most)
             self.assertRaisesRegex(ms.Malformed, "too many " + words, feed, session, data)
-            aio.peer(data * 100, "127.0.0.1")                       # it is exempt
 
     def test_query(self):
         """It goes to the source: what the lists show may lead elsewhere from behind the router."""
@@ -4066,17 +4050,17 @@ class AioTest(unittest.TestCase):
     def test_names_in_answers(self):
         """(name and description in the answer, as they are listed)"""
         for source, name, description, listed in (
-                ("203.0.113.9", b"", b"", ("203.0.113.9:27010", "", 65535)),
-                ("127.0.0.1", b"", b"", ("203.0.113.7:27010", "", 65535)),      # as it claims
-                ("203.0.113.9", b"EVIL", b"d", ("203.0.113.9:27010", "", 0)),
-                ("203.0.113.9", b"n" * 600, b"\xe9" * 600, ("n" * 128, "é" * 512, 65535))):
+                ("203.0.113.9", "", "", ("203.0.113.9:27010", "", 65535)),
+                ("127.0.0.1", "", "", ("203.0.113.7:27010", "", 65535)),        # as it claims
+                ("203.0.113.9", "EVIL", "d", ("203.0.113.9:27010", "", 0)),
+                ("203.0.113.9", "n" * 600, "é" * 600, ("n" * 128, "é" * 512, 65535))):
             aio = AioWorld(server__refuse_names="(?i)evil")
-            session = aio.peer(AIO_FRAMED, source)
+            session = aio.room.session(source, 0.0)
             session.claim_address(b"203.0.113.7")
             feed(session, AIO_FRAMED)
             aio.poller.tick(1.0)
-            packet = zlib.compress(b"\0" + struct.pack("<H", len(name)) + name + struct.pack(
-                "<H", len(description)) + description + struct.pack("<IIH", 1 << 31, 70000, 7))
+            texts = ms.aio_string16(name) + ms.aio_string16(description)
+            packet = zlib.compress(b"\0" + texts + struct.pack("<IIH", 1 << 31, 70000, 7))
             with contextlib.suppress(ms.Malformed):
                 aio.poller.datagram(packet, (source, 27010), 1.0)
             self.assertEqual(aio.listed("name", "description", "players"), [listed])
@@ -4085,16 +4069,15 @@ class AioTest(unittest.TestCase):
         """(file, setting, as text, framed)"""
         aio = AioWorld()
         for file, setting, text, framed in (
-                ("", "", "", ""), ("", "old", "old", "old"),
+                ("", "old", "old", "old"),
                 ("\n one \n two % # \n", "old", "one \n two <percent> <num>", "one \n two % #"),
                 ("€" * 40000, "", "€" * 16000, "€" * 16000)):
             settings = settings_of({"aio__news": setting})
             settings.texts["aio.news_file"] = file
             aio.room.read(settings)
             self.assertEqual(aio.ask(b"NEWS#%"), b"%NEWS#" + text.encode() + b"#%")
-            words = framed.encode()
             self.assertEqual(ms.aio_payload(aio.ask(hexa("01000000 01")), 1 << 16),
-                             b"\1" + struct.pack("<H", len(words)) + words)
+                             b"\1" + ms.aio_string16(framed))
 
     def test_servers_that_are_listed_again(self):
         """At the next keepalive or publish, once its address or a ban has changed, or the newer
@@ -4111,30 +4094,31 @@ class AioTest(unittest.TestCase):
                 self.assertEqual(aio.registry.total, 0)
                 session.tick(1.0)
                 feed(session, again, now=1.0)
-                self.assertEqual(aio.listed("address", "port"), places)
                 for event, server in changes_of(aio.registry):  # the program reads them later
                     if event == "gone":
                         aio.room.gone(server)
+                self.assertEqual((aio.listed("address", "port"), session.kept),
+                                 (places, bool(places)))
                 is_polled = places and session.dialect is ms.AIO_FRAMED
-                self.assertEqual((session.kept, len(aio.poller.targets)),
-                                 (bool(places), bool(is_polled)))
-        aio = AioWorld()
+                self.assertEqual(len(aio.poller.targets), bool(is_polled))
         first, second = aio.peer(b"13#J#D#1#%13#K#D#2#%\n"), aio.peer(b"13#K#D#2#%\n")
         second.closed(2.0)
+        self.assertFalse(first.kept)
         feed(first, b"KEEPALIVE#%\n", now=3.0)
-        self.assertEqual((first.kept, aio.listed("name")), (True, [("K",)]))
+        self.assertTrue(first.kept)
 
     def test_servers_leave_connections_to_others(self):
         """Half of all connections; a listed server never has to make room for a new one."""
         aio = AioWorld(limits__connections_total="8")
-        sessions = [aio.room.session("198.51.100.%d" % number, 0.0) for number in range(6)]
-        refused = [feed(session, AIO_FRAMED)[4:6] == hexa("0603") for session in sessions]
-        self.assertEqual((refused, aio.registry.total), ([False] * 4 + [True] * 2, 4))
-        self.assertEqual(aio.outcome("198.51.100.5"), (
+        first, *_, last = sessions = [
+            aio.room.session("198.51.100.%d" % number, 0.0) for number in range(5)]
+        self.assertEqual([feed(session, AIO_FRAMED)[4:6] for session in sessions],
+                         [AIO_DONE[4:]] * 4 + [hexa("0603")])
+        self.assertEqual(aio.outcome("198.51.100.4"), (
             "limit", "this master keeps connections to at most 4 servers"))
-        self.assertEqual(feed(sessions[0], AIO_FRAMED), AIO_DONE)
-        sessions[0].closed(1.0)
-        self.assertEqual(feed(sessions[5], AIO_FRAMED), AIO_DONE)
+        self.assertEqual(feed(first, AIO_FRAMED), AIO_DONE)
+        first.closed(1.0)
+        self.assertEqual(feed(last, AIO_FRAMED), AIO_DONE)
 
 
 class AioTools(unittest.TestCase):
@@ -4169,7 +4153,7 @@ class AioTools(unittest.TestCase):
                 ("framed", {}, AIO_FRAMED, framed)):
             conversation, step = self.conversation(dialect, self.server(**fields))
             self.assertEqual(step, ms.Send(published, 30.0))
-            for words in confirmation, answer, answer + answer, confirmation:
+            for words in confirmation, answer, confirmation:
                 confirms = words is confirmation
                 steps = [step for step in self.steps(conversation, words) if step != ms.Send()]
                 self.assertEqual(steps, [ms.Send(state="announced", accepted=True)] * confirms)
@@ -4177,19 +4161,11 @@ class AioTools(unittest.TestCase):
                 self.assertEqual(step[:2], (alive + published, 30.0))
                 self.assertEqual("does not confirm" in step.state, not confirms)
             self.assertRaisesRegex(ConnectionError, "fallen silent", conversation.send, None)
-        conversation, _ = self.conversation(dialect, self.server())
-        self.assertRaisesRegex(ConnectionError, "closed", conversation.send, b"")
 
-    def test_frames_that_refuse_or_cannot_be_read(self):
-        packed = zlib.compress(b"\6\3\6\0banned")
-        for data, error in (
-                (hexa("0a000000 06 03 0600") + b"banned", "^refused: banned$"),
-                (bytes([len(packed), 0, 0, 1]) + packed, "^refused: banned$"),
-                (hexa("04000000 06 03 0000"), "^refused: $"),
-                (b"HTTP/1.1 400 Bad Request\r\n", "bytes"), (hexa("05000001 0000000000"), "zlib")):
-            conversation, _ = self.conversation("framed", self.server())
-            with self.assertRaisesRegex((ms.MasterRefused, ms.Malformed), error):
-                self.steps(conversation, AIO_GREETING + data)
+    def test_refused_by_a_frame(self):
+        conversation, _ = self.conversation("framed", self.server())
+        with self.assertRaisesRegex(ms.MasterRefused, "^refused: banned$"):
+            self.steps(conversation, AIO_GREETING + hexa("0a000000 06 03 0600") + b"banned")
 
     def test_queries_on_the_game_port(self):
         room = ms.Aio()
@@ -4256,29 +4232,19 @@ class AioScenario(unittest.TestCase):
 
     def test_all_generations_at_once(self):
         with RunningServer("-v", start=HURRIED, aio__port="0", http__ports="0") as self.server, \
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as game:
-            game.bind(("127.0.0.1", 0))
-            game.settimeout(SOON_S)
-            port = game.getsockname()[1]
-            text = self.connect()
-            self.assertEqual(text.recv(6), b"%1#0#%")
-            binary, framed = self.connect(), self.connect()
+                FakeServer(lambda query: [AioWorld.answer]) as game:
+            text, binary, framed = self.connect(), self.connect(), self.connect()
             text.sendall(b"13#Text [1/8]#D#1001#%\n")
             binary.sendall(b"\x0dBinary\0D\0\0" + hexa("aa0d"))
-            framed.sendall(hexa("03000000 03") + struct.pack("<H", port))
-            question, peer = game.recvfrom(100)
-            self.assertEqual(question, AioWorld.question)
-            game.sendto(AioWorld.answer, peer)
-            parts = [b"My server#Fun!#127.0.0.1#%d#" % port, b"Text [1/8]#D#127.0.0.1#1001#",
+            framed.sendall(hexa("03000000 03") + struct.pack("<H", game.port))
+            parts = [b"My server#Fun!#127.0.0.1#%d#" % game.port, b"Text [1/8]#D#127.0.0.1#1001#",
                      b"Binary#D#127.0.0.1#1002#"]
             eventually(lambda: self.ask(b"12#%\n") == b"%12#" + b"".join(parts) + b"%")
-            self.assertEqual(self.ask(b"\x80"), b"")
             many = self.ask(b"\x0c" * 1000)     # one read; the peer sends no more
             self.assertEqual(many.count(b"My server"), 1000)
             for leaving, part in zip((framed, text, binary), parts):
                 leaving.close()
                 eventually(lambda part=part: part not in self.ask(b"12#%\n"))
-        self.assertRegex(self.server.log, "aio malformed: the first byte, 80, is of no dialect")
 
 
 # --- Quake III -----------------------------------------------------------------------------------
@@ -4414,12 +4380,11 @@ class Quake3Test(unittest.TestCase):
     def test_the_capture_is_listed(self):
         challenge = self.challenge()
         self.assertEqual((self.registry.total, self.outcome()), (0, "announced: "))
-        self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(HEARTBEAT))
+        self.assertLessEqual(len(OUT + b"getinfo " + challenge), len(OUT + b"heartbeat Warsow\n"))
         self.assertEqual(self.send(info(challenge), 0.1), [])
         server, = self.registry.servers()
-        self.assertEqual((server.lifetime, server.last_seen, self.outcome()),
-                         (900.0, 0.1, "listed: "))
-        self.assertEqual(self.quake3.mode_text(server), "free for all")
+        self.assertEqual((server.lifetime, server.last_seen, self.quake3.mode_text(server)),
+                         (900.0, 0.1, "free for all"))
 
     def test_an_answer_that_nothing_tells_the_game_of(self):
         """The poller does not take it, and `ping`, whose room has no master, shows it."""
@@ -4437,12 +4402,11 @@ class Quake3Test(unittest.TestCase):
         *_, (long, _, _) = self.world.list_packets
         for wrong in (b"", OUT, long[1:], long[:-1], long[:-18], long + b"x", long + b"\\EOT"):
             self.assertRaises(ms.Malformed, ms.read_quake3_packet, wrong)
-
-        question = OUT + b"getserversExt Xonotic 3 empty full"
         sent, servers = converse(ms.Quake3().fetch("Xonotic", "3"), None, long,
                                  self.world.list_answer)
+        question = OUT + b"getserversExt Xonotic 3 empty full", 2.0
         self.assertEqual([(step.data, step.wait_s) for step in sent],
-                         [(question, 2.0), (question, 2.0), (b"", ms.LIST_S)])
+                         [question, question, (b"", ms.LIST_S)])
         self.assertEqual([server["port"] for server in servers], [36960, 10, 36960])
         for error, *replies in (
                 (TimeoutError, None, None, None), (TimeoutError, long, None),
@@ -4472,27 +4436,27 @@ class Quake3Test(unittest.TestCase):
 
     def test_refused_servers_and_the_reasons(self):
         self.start(quake3__games="!Nexuiz", quake3__tags="Warsow = Warsow", games__mine="Mine",
-                   server__refuse_names="badword")
-        for tag, changed, why in (
-                (b"QuakeArena-1", {"clients": None}, "Malformed: clients: ''"),
-                (b"QuakeArena-1", {"clients": b"x"}, "Malformed: clients: 'x'"),
-                (b"QuakeArena-1", {"sv_maxclients": b"0"}, "Malformed: sv_maxclients: '0'"),
-                (b"QuakeArena-1", {"sv_maxclients": b"-2"}, "Malformed: sv_maxclients: '-2'"),
-                (b"QuakeArena-1", {"protocol": b"6.8"}, "Malformed: protocol: '6.8'"),
-                (b"QuakeArena-1", {"protocol": b"7" * 256}, "Malformed: protocol: ''"),
-                (b"QuakeArena-1", {"gametype": b"a b"}, "Malformed: gametype: 'a b'"),
-                (b"QuakeArena-1", {"x": b"y" * 2048}, "Malformed: length: 2245 bytes"),
-                (b"DarkPlaces", {"gamename": None},
+                   server__refuse_names="badword", **{"bans.198.51.100.0/24": "cheats"})
+        for changed, why in (
+                ({"clients": None}, "Malformed: clients: ''"),
+                ({"clients": b"x"}, "Malformed: clients: 'x'"),
+                ({"sv_maxclients": b"0"}, "Malformed: sv_maxclients: '0'"),
+                ({"sv_maxclients": b"-2"}, "Malformed: sv_maxclients: '-2'"),
+                ({"protocol": b"6.8"}, "Malformed: protocol: '6.8'"),
+                ({"protocol": b"7" * 256}, "Malformed: protocol: ''"),
+                ({"gametype": b"a b"}, "Malformed: gametype: 'a b'"),
+                ({"x": b"y" * 2048}, "Malformed: length: 2245 bytes"),
+                ({"gamename": None},
                  "Malformed: gamename: missing, and protocol 71 does not belong to a known game"),
-                (b"QuakeArena-1", {"gamename": b" ", "protocol": b"68"}, "Malformed: gamename: ''"),
-                (b"DarkPlaces", {"gamename": b"a\xa0b"}, "Malformed: gamename: 'a b'"),
-                (b"Warsow", {"gamename": b"Nexuiz"}, "game: 'Nexuiz' is not listed here"),
-                (b"DarkPlaces", {"gamename": b"IceBall"}, "game: 'IceBall' is not listed here"),
-                (b"DarkPlaces", {"gamename": b"mine"}, "game: 'mine' is not listed here"),
-                (b"QuakeArena-1", {"hostname": b"b^1adword"},
-                 "name: names matching badword are not listed here")):
-            self.assertEqual(self.shake(tag, **changed), why)
+                ({"gamename": b" ", "protocol": b"68"}, "Malformed: gamename: ''"),
+                ({"gamename": b"a\xa0b"}, "Malformed: gamename: 'a b'"),
+                ({"gamename": b"Nexuiz"}, "game: 'Nexuiz' is not listed here"),
+                ({"gamename": b"IceBall"}, "game: 'IceBall' is not listed here"),
+                ({"gamename": b"mine"}, "game: 'mine' is not listed here"),
+                ({"hostname": b"b^1adword"}, "name: names matching badword are not listed here")):
+            self.assertEqual(self.shake(b"DarkPlaces", **changed), why)
             self.assertEqual(self.poller.targets, {}, "an answer that lists nothing leaves nothing")
+        self.assertEqual(self.send(HEARTBEAT, place=("198.51.100.1", 1)), "banned: cheats")
         self.assertIn("heartbeat tag 'Unknown-1'", self.send(OUT + b"heartbeat Unknown-1\n"))
         for data in (b"heartbeat QuakeArena-1\n", OUT + b"heartbeat \n", OUT, b"",
                      OUT + b"infoResponse\n", OUT + b"getserversResponse\\"):
@@ -4557,16 +4521,14 @@ class Quake3Test(unittest.TestCase):
 
     def test_the_first_title_of_a_game_stays(self):
         first = self.shake(b"DarkPlaces", gamename=b"Smokin-Guns")
-        other = "198.51.100.7", 1
-        second = self.shake(b"DarkPlaces", place=other, gamename="sMoKiN☠gUnS".encode())
-        self.assertEqual((second.game, self.registry.titles),
-                         ("smokin-guns", {"smokin-guns": "Smokin-Guns"}))
-        self.registry.remove_own(first)
-        self.assertEqual(self.registry.titles, {"smokin-guns": "Smokin-Guns"})
-        self.registry.remove_own(second)
-        self.assertEqual((self.registry.titles, self.registry.title_sources), ({}, {}))
-        self.shake(b"DarkPlaces", place=other, gamename="sMoKiN☠gUnS".encode())
-        self.assertEqual(self.registry.titles, {"smokin-guns": "smokin-guns"})
+        titles = {"smokin-guns": "Smokin-Guns"}
+        for title in "Smokin-Guns", "smokin-guns":          # the first, and if there is none before
+            second = self.shake(b"DarkPlaces", place=("198.51.100.7", 1),
+                                gamename="sMoKiN☠gUnS".encode())
+            self.registry.remove_own(first)
+            self.assertEqual(self.registry.titles, {second.game: title}, titles)
+            self.registry.remove_own(second)
+            self.assertEqual((self.registry.titles, self.registry.title_sources), ({}, {}))
 
     def test_a_forged_heartbeat_of_another_game_changes_nothing(self):
         """It comes when the server's info has changed, before the next poll."""
@@ -4601,42 +4563,25 @@ class Quake3Test(unittest.TestCase):
 
     def test_a_heartbeat_begins_a_new_poll(self):
         """The server was away, and is back while a poll is open or before the next one."""
-        for silent_until, missed in (4.0, 0), (40.0, 1), (70.0, 2), (72.0, 2):
+        for due, silent_until, missed in (2.0, 4.0, 0), (30.0, 40.0, 1), (30.0, 70.0, 2), (
+                30.0, 72.0, 2):
             self.start()
             self.shake()
             target = self.poller.find(self.quake3, *self.place)
-            target.phase = 0.0                              # polled at 30, 60, 90
-            target.due = 2.0 if silent_until == 4.0 else 30.0
-            now = 1.0
-            while now <= silent_until:
-                self.poller.tick(now)
-                now += 0.5
+            target.phase, target.due = 0.0, due             # polled at 30, 60, 90
+            self.poll(second / 2 for second in range(2, int(silent_until * 2) + 1))
+            now = silent_until + 0.5
             self.assertEqual((target.missed, self.registry.total), (missed, 1))
-            self.assertEqual(len(self.send(HEARTBEAT, now)), 1)
-            self.assertEqual(self.send(HEARTBEAT, now), [])
-            asked = []
-            for second in 1.0, 2.0, 3.0:
-                self.assertEqual(self.registry.total, 1)
-                asked += self.poller.tick(now + second)
-            self.assertEqual(len(asked), 3)
-            self.poller.datagram(info(asked[-1][0][12:]), self.place, now + 3.1)
-            self.poller.tick(now + 4.0)
+            self.assertEqual([len(self.send(HEARTBEAT, now)) for _ in range(2)], [1, 0])
+            self.assertEqual(self.poll([now + 1.0, now + 2.0]), 2)
+            self.assertEqual((self.poll([now + 3.0], info), self.poll([now + 4.0])), (1, 0))
             self.assertEqual((target.missed, self.registry.total), (0, 1))
-
-    def test_servers_that_cannot_be_listed_are_not_queried(self):
-        self.start(limits__servers_per_source="1", **{"bans.203.0.113.0/24": "cheats"})
-        self.shake(place=("198.51.100.1", 1))
-        for place, why in (
-                (self.place, "banned: cheats"),
-                (("198.51.100.1", 2), "limit: at most 1 servers of one address are listed")):
-            self.assertEqual(self.send(HEARTBEAT, 0.0, place), why)
-        self.assertEqual(len(self.send(HEARTBEAT, 50.0, ("198.51.100.1", 1))), 1)
 
     def test_only_the_right_challenge_from_the_same_place_in_time(self):
         good = info(self.challenge(now=10.0))
         for data, now, place in (
-                (info(b"AAAAAAAA"), 10.0, self.place), (info(b""), 10.0, self.place),
-                (info(b"A"), 10.0, self.place), (info(b"\xff" * 8), 10.0, self.place),
+                *((info(wrong), 10.0, self.place) for wrong in (
+                    b"AAAAAAAA", b"", b"A", b"\xff" * 8)),
                 (good, 10.0, ("203.0.113.9", 36961)), (good, 10.0, ("203.0.113.8", 36960)),
                 (good[:-1], 10.0, self.place), (good + b"x", 10.0, self.place),
                 (info(self.challenge(now=10.0)), 14.1, self.place)):
@@ -4644,15 +4589,23 @@ class Quake3Test(unittest.TestCase):
         server = self.shake(now=20.0)
         self.assertEqual(self.send(info(self.challenge(now=26.0)), 27.9), [])
         before = [getattr(server, name) for name in ms.Server.__slots__]
-        for forged in (info(b"AAAAAAAA", hostname=b"x"), info(challenge=b"-" * 8, clients=b"5")):
+        for forged in info(b"AAAAAAAA"), info(b"AAAAAAAA", hostname=b"x"), info(b"-" * 8):
             self.assertIn("Malformed", self.send(forged, 28.0))
         self.assertEqual([getattr(server, name) for name in ms.Server.__slots__], before)
 
     def test_a_listed_server_that_changes_or_repeats_itself(self):
         server = self.shake()
         generation = self.registry.generation
-        self.assertIs(self.shake(now=300.0), server)
-        self.assertEqual((server.last_seen, self.registry.generation), (300.0, generation))
+        same = info(self.challenge(now=300.0))
+        for end in (lambda: self.registry.update(server, {"map": "x"}), self.reload):
+            with mock.patch.object(ms, "quake3_attributes", side_effect=ZeroDivisionError):
+                self.assertEqual(self.send(same, 301.0), [])
+                self.assertEqual((server.last_seen, self.registry.generation), (301.0, generation))
+                end()                                       # now it is read again
+                self.assertRaises(ZeroDivisionError, self.send, same, 301.0)
+            self.send(same, 300.0)
+            self.assertEqual((server.map, server.last_seen), ("oa_dm1", 300.0))
+            generation = self.registry.generation
         for now, told, game in (                            # by a poll, then by a heartbeat
                 (310.0, {"gamename": b"Xonotic"}, "xonotic"),
                 (320.0, {"gamename": None, "protocol": b"99"}, "xonotic"),      # none is told
@@ -4672,7 +4625,6 @@ class Quake3Test(unittest.TestCase):
         server = self.shake()
         self.poll(range(1, 61), lambda challenge: info(challenge, clients=b"6"))
         self.assertEqual((server.players, server.ping_ms), (6, 50))
-        self.assertGreater(server.last_seen, 30.0)
         for answer in (lambda challenge: info(b"A" * 8), lambda challenge: b"\xff",
                        lambda challenge: info(challenge, sv_maxclients=b"0")):
             self.poll(range(61, 92), answer)
@@ -8468,11 +8420,15 @@ class DdnetTest(WebCase):
     def all_four(self, now=0.0):
         """Register by 0.6 and 0.7, IPv4 and IPv6; the header fields and source of each."""
         places = []
-        for fields, source in itertools.product((DDNET_0_6, DDNET_0_7), (self.HERE_6, self.HERE)):
+        for source, fields in itertools.product((self.HERE, self.HERE_6), (DDNET_0_6, DDNET_0_7)):
             answer, with_token = self.register(fields, source=source, now=now)
             self.assertEqual(answer, (200, "success"))
             places.append((with_token, source))
         return places
+
+    def assert_told(self, request, status, words, source=HERE, now=0.0):
+        told_status, message = self.send(request, source, now)
+        self.assertEqual((told_status, words in message), (status, True), message)
 
     @staticmethod
     def other(port, fields=DDNET_0_6):
@@ -8548,42 +8504,31 @@ class DdnetTest(WebCase):
             self.start(limits__servers="1")
             for fields, source in order:
                 self.assertEqual(self.register(fields, body, source)[0], (200, "success"))
-            self.assertEqual(self.addresses(), [self.URLS])
             server, = self.registry.servers()
-            self.assertEqual((server.address, server.port, server.players), (self.HERE, 8399, 1))
-            self.assertEqual(self.registry.census(1.0)["ddnet"].players, 1)
-            self.assertEqual(dict(self.registry.own.counts), {self.HERE: 1})
+            self.assertEqual((self.addresses(), server.address), ([self.URLS], self.HERE))
+            self.assertEqual((self.registry.census(1.0)["ddnet"].players,
+                              dict(self.registry.own.counts)), (1, {self.HERE: 1}))
         self.assertEqual(self.ddnet.facts(server), [("Addresses", ", ".join(self.URLS))])
 
     def test_addresses_leave_one_by_one(self):
-        """Each after 30 s, the server with its last one; it moves to what it has left."""
-        six_4, seven_4, six_6, seven_6 = self.URLS          # in the order of all_four(): 6, 4, 6, 4
-        for heard_again, deleted, rows in (
-                ({1, 2, 3}, (), ((30.0, [six_4, seven_4, seven_6]), (50.0, None))),
-                ({0, 2, 3}, (), ((30.0, [seven_4, six_6, seven_6]), (50.0, None))),
-                ({0, 1, 3}, (), ((30.0, [six_4, seven_4, six_6]), (50.0, None))),
-                ({0, 1, 2}, (), ((30.0, [six_4, six_6, seven_6]), (50.0, None))),
-                ({0, 2}, (), ((30.0, [six_6, seven_6]), (50.0, None))),
-                ({0}, (), ((30.0, [six_6]), (50.0, None))),
-                ({0, 2}, (DDNET_DELETE_0_6, DDNET_DELETE_0_7),
-                 ((20.0, [six_6, seven_6]), (50.0, None))),
-                ((), (), ((30.0, None),))):
+        """Each after 30 s or when it is deleted, the server with its last one; it moves to what it
+        has left."""
+        for heard in itertools.product((False, True), repeat=4):
             self.start()
-            for number, (fields, source) in enumerate(self.all_four()):
-                if number in heard_again:
+            left = []
+            for is_heard, url, (fields, source) in zip(heard, self.URLS, self.all_four()):
+                if is_heard:
+                    left.append(url)
                     self.send(ddnet_request(fields), source, 20.0)
-            for fields in deleted:
-                self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
-            before = self.addresses()
-            for now, addresses in rows:
-                self.tick(now - 0.1)
-                self.assertEqual(self.addresses(now), before)
+            for now, addresses in (29.9, self.URLS), (30.0, left), (49.9, left), (50.0, []):
                 self.tick(now)
-                before = [addresses] if addresses else []
-                self.assertEqual(self.addresses(now), before)
-                for server in self.registry.servers():
-                    address = self.HERE if "203" in addresses[0] else self.HERE_6
-                    self.assertEqual((server.address, server.last_seen), (address, 20.0))
+                self.assertEqual(self.addresses(now), [addresses] if addresses else [])
+        self.start()
+        self.all_four()
+        for fields in DDNET_DELETE_0_6, DDNET_DELETE_0_7:
+            self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
+        server, = self.registry.servers()
+        self.assertEqual((server.address, self.addresses()), (self.HERE_6, [self.URLS[2:]]))
 
     def test_when_the_info_is_needed(self):
         self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
@@ -8597,29 +8542,24 @@ class DdnetTest(WebCase):
         self.assertEqual([server.name for server in self.registry.servers()], ["C"])
 
     def test_header_fields_in_words(self):
+        address = "tw-0.6+udp://connecting-address.invalid"
         for name, values, words in (
                 ("Address", ("", "tw-0.6+udp://203.0.113.9:8399", "tw-0.6+udp://localhost:8399",
-                             "tw-0.5+udp://connecting-address.invalid:8399",
-                             "tw-0.6+udp://connecting-address.invalid", "8399",
-                             "tw-0.6+udp://connecting-address.invalid:8399/",
-                             "tw-0.6+udp://connecting-address.invalid:x"),
-                 "expected tw-0.6+udp://"),
-                ("Address", ("tw-0.6+udp://connecting-address.invalid:0",
-                             "tw-0.6+udp://connecting-address.invalid:65536"), "is not a port"),
+                             "tw-0.5" + address[6:] + ":8399", address, "8399",
+                             address + ":8399/", address + ":x"), "expected tw-0.6+udp://"),
+                ("Address", (address + ":0", address + ":65536"), "is not a port"),
                 ("Secret", ("", "x" * 129, "a b", "\xfc"), "expected 1 to 128"),
                 ("Challenge-Secret", ("", "x" * 129, "a b"), "expected 1 to 128"),
                 ("Info-Serial", ("", "-1", "1.5", "x", "9" * 19), "expected a whole number"),
                 ("Connless-Token", ("", "a37195f", "a37195fe0", "a37195fg"), "expected eight"),
                 ("Action", ("insert", "Delete"), "expected delete")):
+            without = re.sub("(?m)^%s: .*\r\n" % name, "", DDNET_0_7)
             for value in values:
-                lines = [line for line in DDNET_0_7.split("\r\n") if not line.startswith(name)]
-                fields = "\r\n".join([*lines[:-1], *["%s: %s" % (name, value)] * bool(value), ""])
-                status, message = self.send(ddnet_request(fields, DDNET_INFO))
-                self.assertEqual((status, message[:len(name) + 2]), (400, name + ": "), message)
-                self.assertIn(words, message)
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6 + DDNET_0_6, DDNET_INFO))[0], 400)
-        self.assertEqual((self.sent, self.registry.total), ([], 0))
-        self.assertEqual(self.outcome()[0], "bad packet")
+                fields = without + ("%s: %s\r\n" % (name, value) if value else "")
+                self.assert_told(ddnet_request(fields, DDNET_INFO), 400, words)
+        self.assert_told(ddnet_request(DDNET_0_6 + DDNET_0_6, DDNET_INFO), 400, "")
+        self.assertEqual((self.sent, self.registry.total, self.outcome()[0]),
+                         ([], 0, "bad packet"))
 
     def test_an_info_that_clients_would_not_show(self):
         """It is refused by the name of its field, and nothing changes."""
@@ -8629,39 +8569,35 @@ class DdnetTest(WebCase):
                 value = [value] if level % 2 else {"x": value}
             return value
 
-        client = ddnet_client()
-        rows = [(words, ddnet_info(**changed)) for words, changed in (
-            *[("max_clients: expected a whole number", {"max_clients": value})
-              for value in (64.0, True, -1, 1 << 31, "64", None)],
-            *[("%s: expected a text without control" % name, {name: value})
-              for name, value in (("name", ["x"]), ("name", "a\nb"), ("game_type", None),
-                                  ("game_type", "\x1b[0m"), ("version", "\0"))],
-            ("max_players: expected a whole number", {"max_players": "64"}),
-            ("max_players: more than max_clients", {"max_players": 65}),
-            ("passworded: expected true or false", {"passworded": 0}),
-            ("map: expected an object", {"map": "Tutorial"}),
-            ("map.name: expected a text", {"map": {}}),
-            ("map.name: expected a text without control", {"map": {"name": "\t"}}),
-            ("clients: expected a list", {"clients": {}}),
-            ("clients[0]: expected an object", {"clients": ["x"]}),
-            *[("clients[1].%s: expected" % name, {"clients": [client, {**client, name: value}]})
-              for name, value in (("name", 5), ("clan", None), ("country", "de"), ("country", 1.0),
-                                  ("score", True), ("score", 1 << 31), ("score", -(1 << 31) - 1),
-                                  ("is_player", 1))],
-            ("clients[0].clan: expected a text", {"clients": [{"name": "x"}]}),
-            ("clients: more than max_clients", {"clients": [client] * 65}),
-            ("clients: more of them play", {"clients": [client] * 9, "max_players": 8}),
-            ("info: more than 16 objects or lists", {"x": nested(16)}),
-            ("info: more than 16 objects or lists", {"x": nested(900)}),
-            ("info: a number or a text that JSON", {"x": math.nan}),
-            ("info: a number or a text that JSON", {"x": math.inf}))]
+        client, no_json = ddnet_client(), "info: a number or a text that JSON"
+        rows = [(words, ddnet_info(**{name: value})) for name, words, values in (
+            ("max_clients", "max_clients: expected a whole number",
+             (64.0, True, -1, 1 << 31, "64", None)),
+            ("name", "name: expected a text without control", (["x"], "a\nb")),
+            ("game_type", "game_type: expected a text without control", (None, "\x1b[0m")),
+            ("version", "version: expected a text without control", ("\0",)),
+            ("max_players", "max_players: expected a whole number", ("64",)),
+            ("max_players", "max_players: more than max_clients", (65,)),
+            ("passworded", "passworded: expected true or false", (0,)),
+            ("map", "map: expected an object", ("Tutorial",)),
+            ("map", "map.name: expected a text without control", ({}, {"name": "\t"})),
+            ("clients", "clients: expected a list", ({},)),
+            ("clients", "clients[0]: expected an object", (["x"],)),
+            ("clients", "clients[0].clan: expected a text", ([{"name": "x"}],)),
+            ("clients", "clients: more than max_clients", ([client] * 65,)),
+            ("x", "info: more than 16 objects or lists", (nested(16), nested(900))),
+            ("x", no_json, (math.nan, math.inf))) for value in values]
+        rows += [("clients[1].%s: expected" % name,
+                  ddnet_info(clients=[client, {**client, name: value}])) for name, value in (
+            ("name", 5), ("clan", None), ("country", "de"), ("country", 1.0), ("score", True),
+            ("score", 1 << 31), ("score", -(1 << 31) - 1), ("is_player", 1))]
         rows += [("not a JSON object", body) for body in (
             b"[]", b"5", b"{", b'{"max_clients":64,\xff}', b"[" * 30000, b"9" * 5000,
             DDNET_INFO[:-1], DDNET_INFO + b"x")]
         rows += [
-            ("max_clients", b"{}"),
-            ("info: a number or a text that JSON", DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
-            ("info: a number or a text that JSON", DDNET_INFO.replace(b"1082711", b"1e999")),
+            ("max_clients", b"{}"), (no_json, DDNET_INFO.replace(b"Tutorial", b"\\ud800")),
+            (no_json, DDNET_INFO.replace(b"1082711", b"1e999")),
+            ("clients: more of them play", ddnet_info(clients=[client] * 9, max_players=8)),
             # Each of these takes 18 characters when Python writes it
             ("info: more than 32768", DDNET_INFO.replace(b"1082711", b"[%s1]" % (b"1e15," * 3000)))]
         for words, body in rows:
@@ -8669,10 +8605,9 @@ class DdnetTest(WebCase):
                 self.start()
                 (status, message), fields = self.register(body=body)
                 self.assertEqual((status, message[:len(words)]), (400, words), message)
-                self.assertEqual(self.registry.total, 0)
-                self.assertEqual(self.outcome(), ("bad packet", message))
+                self.assertEqual((self.entries(), self.outcome()), ([], ("bad packet", message)))
                 self.send(ddnet_request(fields, DDNET_INFO))
-                self.assertEqual(self.send(ddnet_request(fields, body))[0], 400)
+                self.assert_told(ddnet_request(fields, body), 400, words)
                 self.assertEqual(self.entries()[0]["info"], json.loads(DDNET_INFO))
 
     def test_what_clients_are_given(self):
@@ -8733,32 +8668,30 @@ class DdnetTest(WebCase):
                 (DDNET_DELETE_0_6.replace("8399", "8400"), self.HERE, 200, "success"),
                 (DDNET_DELETE_0_6, "203.0.113.10", 200, "success"),
                 (DDNET_DELETE_0_7, self.HERE, 200, "success")):
-            answer = self.send(ddnet_request(forged, ddnet_info(name="Forged")), source)
-            self.assertEqual((answer[0], words in answer[1]), (status, True), answer)
+            self.assert_told(ddnet_request(forged, ddnet_info(name="Forged")), status, words,
+                             source)
             self.assertEqual(self.entries(), before)
 
     def test_a_game_server_that_starts_again(self):
         """After a crash it has a new Secret. It is listed once its former life has left, which
         cannot come back then."""
-        places = self.all_four()
-        fields = DDNET_0_6.replace("2ffa", "0000")
-        (status, message), with_token = self.register(fields, now=15.0)
+        former, again = self.all_four(), DDNET_0_6.replace("2ffa", "0000")
+        (status, message), with_token = self.register(again, now=15.0)
         self.assertEqual((status, "was started again waits 30 s" in message), (403, True))
         self.assertEqual(self.addresses(), [self.URLS])
         self.tick(30.0)
         for now in (30.0, 45.0):
-            self.assertEqual(self.send(ddnet_request(with_token, DDNET_INFO), now=now),
-                             (200, "success"))
-        for fields, source in places[1::2]:
-            self.assertEqual(self.send(ddnet_request(fields, DDNET_INFO), source, 45.0)[0], 403)
+            self.assert_told(ddnet_request(with_token, DDNET_INFO), 200, "success", now=now)
+        for fields, source in former[:2]:
+            self.assert_told(ddnet_request(fields, DDNET_INFO), 403, "another one", source, 45.0)
         self.assertEqual(self.addresses(), [self.URLS[:1]])
-        # A server does not move to where another one is listed meanwhile; it leaves
-        self.start()
-        places = self.all_four()
-        self.assertEqual(self.register(DDNET_0_6.replace("2ffa", "0000"), source=self.HERE_6)[0],
-                         (200, "success"))
+
+    def test_a_server_does_not_move_to_where_another_one_is_listed(self):
+        self.all_four()
+        again = DDNET_0_6.replace("2ffa", "0000")
+        self.assertEqual(self.register(again, source=self.HERE_6)[0], (200, "success"))
         for fields in DDNET_DELETE_0_6, DDNET_DELETE_0_7:
-            self.assertEqual(self.send(ddnet_request(fields)), (200, "success"))
+            self.assert_told(ddnet_request(fields), 200, "success")
         self.assertEqual(self.addresses(), [self.URLS[2:3]])
 
     def test_many_servers_of_one_machine_at_once(self):
@@ -8778,18 +8711,16 @@ class DdnetTest(WebCase):
                    **{"bans.198.51.100.0/24": "fake players"})
         self.assertEqual(self.register(body=ddnet_info(name="A Casino"))[0][0], 403)
         self.assertEqual(self.register(self.other(9000))[0], (200, "success"))
-        page = "Origin: http://a.example\r\n"
+        right, page = ddnet_request(DDNET_0_6, DDNET_INFO), "Origin: http://a.example\r\n"
         for request, source, status, words in (
-                (ddnet_request(DDNET_0_6, DDNET_INFO), "198.51.100.1", 403, "fake players"),
-                (ddnet_request(DDNET_0_6, DDNET_INFO), self.HERE, 429, "at most 1 servers"),
+                (right, "198.51.100.1", 403, "fake players"),
+                (right, self.HERE, 429, "at most 1 servers"),
                 (ddnet_request(DDNET_0_6, b"x" * 32769), self.HERE, 413, "At most 32768 bytes are"),
                 (http_request(ms.DDNET_REGISTER), self.HERE, 405, "takes POST, OPTIONS."),
                 (ddnet_request(DDNET_0_6 + page), self.HERE, 403, "A web page may not announce")):
-            answer = self.send(request, source)
-            self.assertEqual((answer[0], words in answer[1]), (status, True), answer)
+            self.assert_told(request, status, words, source)
         self.start(ddnet__enabled="no")
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6, DDNET_INFO)),
-                         (404, "DDNet servers are not listed here."))
+        self.assert_told(right, 404, "DDNet servers are not listed here.")
 
     def test_a_server_that_cannot_move_stays(self):
         """IPv4 comes second, and there its source has too many servers already."""
@@ -13055,18 +12986,16 @@ class Announcing(unittest.TestCase):
         sock, place = self.listening(socket.SOCK_STREAM)
         with mock.patch.object(ms, "RETRY_S", 0.05), self.assertLogs("masterserver") as logs:
             with ms.Announcement("aio", 27010, place, dialect="framed"):
-                for words in (b"", b"HTTP/1.1 400 Bad Request\r\n"):
-                    connection = self.accept(sock)
-                    self.assertEqual(connection.recv(100), hexa("03000000 03 8269"))
-                    connection.sendall(words or hexa("02000000 05 03"))
-                    if not words:
-                        eventually(lambda: "announced" in "".join(logs.output))
-                        connection.close()
+                connection = self.accept(sock)
+                self.assertEqual(connection.recv(100), hexa("03000000 03 8269"))
+                connection.sendall(hexa("02000000 05 03"))
+                eventually(lambda: "announced" in "".join(logs.output))
+                connection.close()
                 connection = self.accept(sock)
                 connection.recv(100)
             self.assertEqual(connection.recv(100), b"")         # it signs off
-        self.assertRegex("".join(logs.output), "(?s)announced.*the master has closed the connection"
-                                               ".*length: a frame of")
+        self.assertRegex("".join(logs.output),
+                         "(?s)announced.*the master has closed the connection")
 
     def test_masters_are_asked_again_where_they_are(self):
         """Datagrams tell nobody that the master has moved."""
