@@ -5386,10 +5386,11 @@ class SubSpace(PolledGame, UdpProtocol):
         target = self.poller.find(self, source, port)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
-        elif target.why == FOUND:
-            target.why = ANNOUNCED
         target.announcement = announcement
-        target.lifetime = math.inf if target.why == NAMED else ZONE_LIFETIME_S
+        target.lifetime = math.inf
+        if target.why != NAMED:
+            target.why = ANNOUNCED
+            target.lifetime = ZONE_LIFETIME_S
         self.list_polled(target, {"players": clamp(players)}, now)
         # A poll that is under way starts again, because it may have begun before the zone did
         self.poller.poll_now(target, now)
@@ -5399,10 +5400,12 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
                 MAX_ZONE_PORT, port))
         address = self.rules.listed_address(source)
-        announcement = {**fields, "private": zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)}
-        announcement["name"] = fields.get("name") or endpoint_text(address, port)
-        announcement.pop("players", None)       # the zone's answers tell the players
         zone = self.registry.get(self.game, address, port)
+        announcement = dict(fields)
+        announcement["private"] = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
+        if not announcement.get("name"):
+            announcement["name"] = endpoint_text(address, port)
+        announcement.pop("players", None)       # the zone's answers tell the players
         self.check_ownership(zone, announcement, now)
         return super().announced(source, port, announcement, now, lifetime)
 
@@ -5423,9 +5426,9 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Refused("owner", "another UDP port of this address announces this zone; this "
                           "announcement is accepted once that port has been silent for %d s"
                           % ZONE_LIFETIME_S)
-        # The first password that comes with a name owns the name while a zone with both is listed
-        # and answers. A listed zone keeps its own name
-        name = announcement.get("name", "")
+        # The first password that comes with a name owns the name, while a zone with both is listed
+        # and answers
+        name = announcement["name"]
         if zone is not None and zone.name == name:
             return
         password = announcer["password"]
@@ -5498,14 +5501,13 @@ class SubSpace(PolledGame, UdpProtocol):
         if announcement is None and zone is not None and zone.master:
             return zone                 # the master that has listed this zone polls it as well
         # Answers tell the arenas, and announcements the scores
+        announced = announcement or NO_DETAILS
+        if announcement is None and target.why == FOUND:
+            announced = target.found.fields
+            fields["verified"] = "another list"     # answers do not tell its texts
         details = dict(zone.details) if zone else {}
         details.update(fields.get("details", NO_DETAILS))
-        if announcement is not None:
-            details.update(announcement.get("details", NO_DETAILS))
-        elif target.why == FOUND:
-            # Answers do not tell its texts
-            fields = {"verified": "another list", **fields}
-            details.update(target.found.fields.get("details", NO_DETAILS))
+        details.update(announced.get("details", NO_DETAILS))
         fields["details"] = details
         if zone is None or announcement is not None:
             return super().list_polled(target, fields, now)
@@ -5691,15 +5693,12 @@ def read_zone_list(data):
         description_end = data.find(b"\0", description_start)
         if description_end < 0:
             raise Malformed("list: the last zone is cut off")
-        zones.append({
-            "address": ".".join(map(str, entry.address)),
-            "port": entry.port,
-            "name": entry.name,
-            "players": entry.players,
-            "scores": bool(entry.scores),
-            "version": entry.version,
-            "description": decode_legacy(data[description_start:description_end], TEXT_CHARACTERS),
-        })
+        description = data[description_start:description_end]
+        zone = entry._asdict()
+        zone["address"] = ".".join(map(str, entry.address))
+        zone["scores"] = bool(entry.scores)
+        zone["description"] = decode_legacy(description, TEXT_CHARACTERS)
+        zones.append(zone)
         start = description_end + 1
     return zones
 
@@ -5776,47 +5775,40 @@ class SubSpaceLink:
     def receive(self, data, now):
         """Handle a datagram from the peer. Return the datagrams to send to the peer."""
         answers = []
+        surplus_bytes = -len(data) - UDP_HEADER_BYTES
         for packet in split_cluster(data):
             answer = self.answer(packet, now)
             if answer:
                 answers.append(answer)
-        answered_bytes = sum(len(answer) + UDP_HEADER_BYTES for answer in answers)
-        if not self.allow(answered_bytes - len(data) - UDP_HEADER_BYTES, now):
+                surplus_bytes += len(answer) + UDP_HEADER_BYTES
+        if not self.allow(surplus_bytes, now):
             answers = []
         return answers + self.tick(now)
 
     def answer(self, packet, now):
         """Handle a packet that is not a cluster. Return its answer, or b""."""
-        kind, number = packet[:2], packet[2:6]
+        kind, argument = packet[:2], packet[2:6]
+        number = int.from_bytes(argument, "little")
         if kind == LINK_DISCONNECT:
             self.is_closed = True
-        elif kind == LINK_RELIABLE and len(number) == 4:
-            return self.take_reliable(packet, now)
-        elif kind == LINK_ACKNOWLEDGEMENT and len(number) == 4:
-            # An acknowledgement may come twice
-            if self.in_flight.pop(int.from_bytes(number, "little"), None):
-                self.active_at = now
-        elif kind == LINK_SYNC and len(number) == 4:
-            hundredths = int(now * 100) & 0xFFFFFFFF
-            return LINK_SYNC_ANSWER + number + hundredths.to_bytes(4, "little")
-        else:
+        elif kind not in (LINK_RELIABLE, LINK_ACKNOWLEDGEMENT, LINK_SYNC) or len(argument) < 4:
             self.on_packet(packet, now)
+        elif kind == LINK_SYNC:
+            hundredths = int(now * 100) & 0xFFFFFFFF
+            return LINK_SYNC_ANSWER + argument + hundredths.to_bytes(4, "little")
+        elif kind == LINK_ACKNOWLEDGEMENT:
+            if self.in_flight.pop(number, None):        # it may come twice
+                self.active_at = now
+        elif number <= self.expected:   # if an earlier packet is missing, this one will come again
+            # A packet with a lower number was sent again, because our acknowledgement was lost. It
+            # is acknowledged again, and otherwise ignored
+            if number == self.expected:
+                self.expected += 1
+                self.active_at = now
+                for carried_packet in split_cluster(packet[6:]):
+                    self.on_packet(carried_packet, now)
+            return LINK_ACKNOWLEDGEMENT + argument
         return b""
-
-    def take_reliable(self, packet, now):
-        """Handle a reliable packet. Return its acknowledgement, or b"" if an earlier packet is
-        missing: the peer will then send this one again."""
-        number = int.from_bytes(packet[2:6], "little")
-        if number > self.expected:
-            return b""
-        # A packet with a lower number was sent again, because our acknowledgement was lost. It is
-        # acknowledged again, and otherwise ignored
-        if number == self.expected:
-            self.expected += 1
-            self.active_at = now
-            for carried_packet in split_cluster(packet[6:]):
-                self.on_packet(carried_packet, now)
-        return LINK_ACKNOWLEDGEMENT + packet[2:6]
 
     def tick(self, now):
         """Return the datagrams that are due: packets that were probably lost, and then new ones."""
@@ -5838,8 +5830,8 @@ class SubSpaceLink:
                 self.is_closed = True
             if self.is_closed or not self.allow(len(flight.packet) + UDP_HEADER_BYTES, now):
                 break
-            wait_s, *later_waits = flight.waits
-            self.in_flight[number] = InFlight(flight.packet, later_waits, now + wait_s)
+            wait_s, *waits = flight.waits
+            self.in_flight[number] = InFlight(flight.packet, waits, now + wait_s)
             due.append(flight.packet)
         return due
 
@@ -6162,7 +6154,8 @@ class AioText:
     @staticmethod
     def entry(server):
         # Clients do not replace escapes in names, so full-width characters stand for `#` and `%`
-        name = aio_listed_name(server).replace("#", "\uff03").replace("%", "\uff05")
+        name = aio_listed_name(server)
+        name = name.replace("#", "\uff03").replace("%", "\uff05")
         description = aio_escape(server.description)
         entry = "%s#%s#%s#%d#" % (name, description, server.address, server.port)
         return entry.encode("utf-8")
@@ -6173,7 +6166,7 @@ class AioText:
     def document_list(self, entries, now):
         numbered = []
         for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
-            numbered.append(b"%d#" % number + entry)
+            numbered += [b"%d#" % number, entry]
         return self.list(numbered, now)
 
     def fetch(self):
@@ -6218,10 +6211,9 @@ class AioText:
         message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
         return message.encode("utf-8")
 
-    def read_replies(self, data):
-        """Return whether a master confirms the publication, and the bytes to read again with the
-        next ones."""
-        return self.confirmation in data, data[1 - len(self.confirmation):]
+    def refusal(self, received):
+        """Masters of this dialect say nothing if they refuse a server."""
+        return ""
 
 
 class AioBinary:
@@ -6264,10 +6256,10 @@ class AioBinary:
         return texts.encode("utf-8") + aio_integer(server.port)
 
     def list(self, entries, now):
-        numbered = []
+        numbered = [self.ask]
         for number, entry in enumerate(entries or [self.entry(AIO_NOBODY)]):
-            numbered.append(struct.pack("<H", number) + entry)
-        return self.ask + b"".join(numbered)
+            numbered += [number.to_bytes(2, "little"), entry]
+        return b"".join(numbered)
 
 
 # Types of messages of the framed dialect
@@ -6294,7 +6286,7 @@ class AioFramed:
     pieces. So each frame is written in one call, and a long one is compressed to fit."""
 
     keepalive = aio_frame(AIO_KEEPALIVE)
-    reply_bytes = 4096              # the longest; it has 20 bytes, with a reason perhaps 200
+    confirmation = aio_frame(AIO_DONE + AIO_PUBLISH)
 
     def size(self, session, now):
         return aio_frame_bytes(session.buffer)
@@ -6359,22 +6351,13 @@ class AioFramed:
         """Masters query the port by UDP for everything else."""
         return aio_frame(AIO_PUBLISH + struct.pack("<H", server.port))
 
-    def read_replies(self, data):
-        """As in AioText. Raise MasterRefused if a master refuses the publication."""
-        is_confirmed = False
-        size = aio_frame_bytes(data)
-        while size is not None and size <= len(data):
-            payload = aio_payload(data[:size], self.reply_bytes)
-            if payload == AIO_DONE + AIO_PUBLISH:
-                is_confirmed = True
-            elif payload.startswith(AIO_REFUSED + AIO_PUBLISH):
-                reason, _ = split_string16(payload[2:])
-                raise MasterRefused(reason.decode("utf-8", "replace"))
-            data = data[size:]
-            size = aio_frame_bytes(data)
-        if size is not None and size > self.reply_bytes:
-            raise Malformed("length: a frame of %d bytes" % size)
-        return is_confirmed, data
+    def refusal(self, received):
+        """Return the reason in what a master has sent, if it refuses the publication, or ""."""
+        _, _, refused = received.partition(AIO_REFUSED + AIO_PUBLISH)
+        if len(refused) < 2 + int.from_bytes(refused[:2], "little"):
+            return ""                   # the rest will come
+        reason, _ = split_string16(refused)
+        return decode_utf8(reason)
 
 
 AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
@@ -6565,13 +6548,15 @@ class Aio(PolledGame, TcpProtocol):
     def read(self, settings):
         super().read(settings)
         # Half of all connections is for players and browsers. So no server has to leave for them
-        self.max_servers = max(1, settings["limits.connections_total"] // 2)
+        connections = settings["limits.connections_total"]
+        self.max_servers = max(1, connections // 2)
         news = settings.texts.get("aio.news_file") or settings["aio.news"]
         # A string16 has 65,535 bytes at most, and a character up to 4
         news = news.strip()[:16000]
         text_news = "%%NEWS#%s#%%" % aio_escape(news)
         self.text_news = text_news.encode("utf-8", "replace")
-        self.framed_news = aio_frame(AIO_NEWS + aio_string16(news))
+        framed_news = AIO_NEWS + aio_string16(news)
+        self.framed_news = aio_frame(framed_news)
 
     def session(self, address, now):
         return AioSession(self, address, now)
@@ -6592,7 +6577,8 @@ class Aio(PolledGame, TcpProtocol):
         It has left the list, or belongs to a newer connection from now on."""
         session = self.sessions.pop(server, None)
         if session is not None:
-            self.poller.remove(self.poller.find(self, session.address, server.port))
+            target = self.poller.find(self, session.address, server.port)
+            self.poller.remove(target)
             session.server = None
             session.kept = False
 
@@ -6636,8 +6622,9 @@ class Aio(PolledGame, TcpProtocol):
 
     def list_polled(self, target, fields, now):
         if target.server is not None:
-            name = fields["name"] or target.server.name
-            fields.update(name=name, verified="connection")
+            fields["verified"] = "connection"
+            if not fields["name"]:
+                fields["name"] = target.server.name
         return super().list_polled(target, fields, now)
 
     def poll_missed(self, target, now):
@@ -6663,28 +6650,30 @@ class Aio(PolledGame, TcpProtocol):
         In the text dialect a master that refuses a server does not say so. The reason may end
         later, so the server is published again with each keepalive."""
         dialect = self.spoken()
-        keepalive = received = b""
+        keepalive = b""
         state = ""
         while True:
-            is_heard = is_confirmed = False
+            received = b""
             # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
             data = yield Send(keepalive + dialect.publication(server), 30.0, state=state)
             while data is not None:
                 if not data:
                     raise ConnectionError("the master has closed the connection")
-                is_heard = True
-                confirms, received = dialect.read_replies(received + data)
+                received = (received + data)[-4096:]    # the answers have some 40 bytes
+                reason = dialect.refusal(received)
+                if reason:
+                    raise MasterRefused(reason)
                 step = Send()
-                if confirms:
-                    is_confirmed = True
+                if dialect.confirmation in received:
                     step = Send(state="announced", accepted=True)
                 data = yield step
-            if not is_heard:
+            if not received:
                 raise ConnectionError("the master has fallen silent")
             keepalive = dialect.keepalive
-            state = "" if is_confirmed else (
-                "the master does not confirm it; has it banned this address, refused the name, or "
-                "run out of room?")
+            state = ""
+            if dialect.confirmation not in received:
+                state = ("the master does not confirm it; has it banned this address, refused the "
+                         "name, or run out of room?")
 
     def farewell(self, server):
         return b""                      # the end of the connection says it
@@ -9272,10 +9261,14 @@ def list_summary(servers):
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     players = sum([server.players for server in servers])
-    totals = "%s on %s" % (count_text(players, "player"), count_text(len(servers), "server"))
+    players_text = count_text(players, "player")
+    servers_text = count_text(len(servers), "server")
+    totals = "%s on %s" % (players_text, servers_text)
     bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
-    return fill_template('<p class="totals" id="totals" data-live>$spark$totals</p>\n',
-                         spark=spark, totals=Html(bold_totals))
+    return fill_template(
+        '<p class="totals" id="totals" data-live>$spark$totals</p>\n',
+        spark=spark,
+        totals=Html(bold_totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -9283,16 +9276,18 @@ def render_game_tabs(context, counts, chosen_game):
 
     `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
     games. With only one game nobody needs a choice, and there are no tabs."""
-    total = format(sum(counts.values()), ",")
-    tabs = [render_tab("/", "All games", chosen_game == "", total)]
+    total = sum(counts.values())
+    tabs = [render_tab("/", "All games", chosen_game == "", format(total, ","))]
     for game, title in context.games.items():
         if game in counts or game == chosen_game:
             link = "/?game=" + urllib.parse.quote(game)
-            count = format(counts.get(game, 0), ",")
-            tabs.append(render_tab(link, title, game == chosen_game, count))
+            count = counts.get(game, 0)
+            tabs.append(render_tab(link, title, game == chosen_game, format(count, ",")))
+    if len(tabs) <= 2:
+        tabs = ""
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
-        tabs=tabs if len(tabs) > 2 else "")
+        tabs=tabs)
 
 
 def render_search(list_filter, country_counts):
@@ -9520,7 +9515,8 @@ def server_facts(context, server, is_listed, history, wall):
         ]
         for key, value in server.details.items():
             if key not in HIDDEN_DETAILS:
-                facts.append((key.replace("_", " ").capitalize(), value))
+                heading = key.replace("_", " ").capitalize()
+                facts.append((heading, value))
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
     if series:
@@ -9848,7 +9844,8 @@ class HttpRequest:
         self.page = page or "/"
         self.route = self.page if self.page in routes else "other"
         route = routes.get(self.route)
-        self.read_length(route.room.body_bytes if route and route.room else HTTP_BODY_BYTES)
+        has_room = route is not None and route.room is not None
+        self.read_length(route.room.body_bytes if has_room else HTTP_BODY_BYTES)
         options = self.header("Connection").lower()         # Perl's clients say "TE, close"
         is_kept = version == b"HTTP/1.1" or "keep-alive" in options
         self.close_connection = not is_kept or "close" in options
@@ -10012,9 +10009,11 @@ class HttpSession(Session):
         if not body:
             return b""
         self.request = HttpRequest(data, self.scheme, self.address)
-        _, self.request.route, _ = data.decode("latin-1").split(" ", 2)
+        _, path, _ = data.split(b" ", 2)
+        self.request.route = path.decode("latin-1")
         self.request.close_connection = False
-        return self.respond(HttpResponse(body, JSON_TYPE), now)
+        response = HttpResponse(body, JSON_TYPE)
+        return self.respond(response, now)
 
     def resume(self, result, now):
         self.job = None
@@ -10156,12 +10155,13 @@ class Web(TcpProtocol):
         self.routes = dict(ROUTES)
         for room in core.rooms.values():
             for path, route in room.routes.items():
-                self.routes[path] = WebRoute(GET, functools.partial(get_list, room, route), room)
+                get = functools.partial(get_list, room, route)
+                self.routes[path] = WebRoute(GET, get, room)
             for request, name in room.requests.items():
                 method, path = request.split()
                 methods = POST if method == "POST" else GET
-                self.routes[path] = WebRoute(
-                    methods, functools.partial(ask_room, room, getattr(room, name)), room)
+                ask = functools.partial(ask_room, room, getattr(room, name))
+                self.routes[path] = WebRoute(methods, ask, room)
         self.read(core.settings)
 
     def session(self, address, now):
@@ -10191,9 +10191,12 @@ class Web(TcpProtocol):
             titles[game] = title
             self.announced[game] = OwnGame(self.core, game)
         self.look = PageContext(
-            settings["http.title"], settings["http.intro"],
+            settings["http.title"],
+            settings["http.intro"],
             settings.texts.get("http.template") or LIST_PAGE,
-            collections.ChainMap(titles, self.registry.titles), settings["http.url"], self.rooms)
+            collections.ChainMap(titles, self.registry.titles),
+            settings["http.url"],
+            self.rooms)
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -10368,8 +10371,11 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
-    players_min = query_number(request, "players_min", PLAYERS_MAX)
-    return ListFilter(game, clean(query.get("name", "")), players_min, tuple(sorted(codes)))
+    return ListFilter(
+        game,
+        name=clean(query.get("name", "")),
+        players_min=query_number(request, "players_min", PLAYERS_MAX),
+        countries=tuple(sorted(codes)))
 
 
 def query_endpoint(request, default_address=""):
@@ -10425,8 +10431,9 @@ def get_list(room, route, web, request):
     response = web.lists.get(key)
     if response is None or response.body is not body:
         modified = email.utils.formatdate(request.wall, usegmt=True)
-        response = web.lists[key] = HttpResponse(
-            body, route.media_type, fields={"Last-Modified": modified}, is_public=True)
+        fields = {"Last-Modified": modified}
+        response = HttpResponse(body, route.media_type, fields=fields, is_public=True)
+        web.lists[key] = response
     return response
 
 
@@ -10456,25 +10463,28 @@ def server_json(server):
     return entry[:-len("}")]
 
 
-def with_times(entry, server, epoch, own_master):
+def with_times(beginning, server, epoch, own_master):
     """Return the whole entry of a server in /servers.json: server_json(), its master and its times.
 
     `epoch` is the wall clock minus the monotonic clock. `own_master` is this master's name, or ""
     if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-        entry, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
+        beginning, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
 
 
 def get_servers_json(web, request):
     def render(servers):
+        registry = web.registry
         entries = []
-        for server, entry in zip(servers, cached_entries(servers, "servers.json", server_json)):
-            entries.append(with_times(entry, server, web.epoch, web.registry.master))
+        beginnings = cached_entries(servers, "servers.json", server_json)
+        for server, beginning in zip(servers, beginnings):
+            entries.append(with_times(beginning, server, web.epoch, registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            request.wall, web.registry.generation, b",\n".join(entries))
+            request.wall, registry.generation, b",\n".join(entries))
 
-    return web.list_response(request, query_filter(web, request), JSON_TYPE, render)
+    list_filter = query_filter(web, request)
+    return web.list_response(request, list_filter, JSON_TYPE, render)
 
 
 # --- Pages ---------------------------------------------------------------------------------------
@@ -10656,8 +10666,15 @@ def get_history_json(web, request):
 
     def respond(series):
         body = to_json({
-            "game": game, "address": address, "port": port, "span": span, "start": series.start,
-            "step": series.step, "players": series.means, "peak": series.peaks})
+            "game": game,
+            "address": address,
+            "port": port,
+            "span": span,
+            "start": series.start,
+            "step": series.step,
+            "players": series.means,
+            "peak": series.peaks,
+        })
         return HttpResponse(body, JSON_TYPE)
 
     return FromDisk(lambda: database.history(*key, span, request.wall), respond)
