@@ -7416,29 +7416,32 @@ class Luanti(PolledGame):
         server. An update omits some fields, whose values stay as they are. The game server writes
         the text of the answer into its log. So if its last announcement failed, the answer says
         why."""
-        if fields.get("action") == "delete":
-            self.forget_waiting(source, port)
+        self.being_looked_up.pop((source, port), None)      # this announcement replaces it
+        action = fields.get("action")
+        if action == "delete":
             self.stopped(source, port, now)
             return HttpAnswer(200, b"Removed from the list.\n")
-        if fields.get("action") not in ("start", "update"):
+        if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
         last_outcome = self.registry.outcome(source, self.game, port)
         previous = NO_DETAILS
         server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        if fields["action"] == "update" and server is not None and not server.found_at:
+        if action == "update" and server is not None and not server.found_at:
             previous = self.announcement_of(server)
         announcement = self.completed(fields, previous)
         address = announcement.get("address")
         if previous and address == previous.get("address"):
             # The server has proven this address before
             self.list_own(source, port, luanti_attributes(announcement), now, self.timeout)
-            # An older announcement would otherwise replace this one when its result comes
-            self.forget_waiting(source, port)
+            target = self.poller.find(self, source, port)
+            if target is not None:
+                target.announcement = None      # an older one, which a poll's answer would list
         elif address:
             self.look_up(source, port, announcement, now)
         else:
-            self.query_announced(source, port, announcement, now)
+            attributes = luanti_attributes(announcement)
+            super().announced(source, port, attributes, now, self.timeout)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
             text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
                     "what to do.\n" % last_outcome.detail)
@@ -7461,13 +7464,6 @@ class Luanti(PolledGame):
         # The mean of all announcements so far, of which this one is the last
         announcement["pop_v"] = mean + (clients - mean) / updates
         return announcement
-
-    def forget_waiting(self, source, port):
-        """Forget the announcement of this server that waits for a look-up or an answer, if any."""
-        self.being_looked_up.pop((source, port), None)
-        target = self.poller.find(self, source, port)
-        if target is not None:
-            target.announcement = None
 
     def look_up(self, source, port, announcement, now):
         """Look up the announced address for players. on_address() gets the result."""
@@ -7498,16 +7494,11 @@ class Luanti(PolledGame):
             if not address or not (is_right or self.rules.believes_claim(source, address)):
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
-            self.query_announced(source, port, announcement, now)
+            attributes = luanti_attributes(announcement)
+            super().announced(source, port, attributes, now, self.timeout)
         except Refused as refused:
             self.registry.record_outcome(
                 source, self.game, port, refused.outcome, now, str(refused))
-
-    def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself. Its answer lists it with this announcement."""
-        attributes = luanti_attributes(announcement)
-        super().announced(source, port, attributes, now, self.timeout)
-        self.being_looked_up.pop((source, port), None)
 
     # Its game servers
 
@@ -8107,14 +8098,12 @@ def read_ddnet_entry(entry):
         first_address, *_ = entry["addresses"]
         address, port = ddnet_endpoint(first_address)
         server = {
+            **info,
             "address": address,
             "port": port,
-            "name": info["name"],
             "mode": info["game_type"],
             "map": info["map"]["name"],
-            "version": info["version"],
             "players": count_ddnet_players(info),
-            "max_players": info["max_players"],
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("an entry of the list: %r" % error) from None
