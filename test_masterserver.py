@@ -4577,20 +4577,6 @@ class Quake3Test(unittest.TestCase):
         self.poll([1243])
         self.assertEqual((self.poller.targets, self.registry.titles), ({}, {}))
 
-    def test_polls(self):
-        server = self.shake()
-        self.poll(range(1, 61), lambda challenge: info(challenge, clients=b"6"))
-        self.assertEqual((server.players, server.ping_ms), (6, 50))
-        for answer in (lambda challenge: info(b"A" * 8), lambda challenge: b"\xff",
-                       lambda challenge: info(challenge, sv_maxclients=b"0")):
-            self.poll(range(61, 92), answer)
-            self.assertEqual(self.registry.total, 1)
-            self.shake(now=92.0)
-            self.poll([93], info)
-        self.poll(range(100, 190))                          # killed: three polls, each of 3 s
-        self.assertEqual((self.registry.total, self.poller.targets), (0, {}))
-        self.assertEqual(self.outcome(), "silent: no answer from UDP port 36960")
-
     def test_a_farewell(self):
         for tag in b"QuakeArena-1", b"WolfFlatline-1", b"ETFlatline-1":
             self.start()
@@ -5998,7 +5984,9 @@ class LuantiWorld(World):
     packets = ((ms.LUANTI_GOODBYE, hexa("4f457403 0002 0000 03"),
                 {"peer": hexa("0002")}),)
     answered: Dict[str, Any] = {}
-    wrong_answers = (b"", LUANTI_PROBED[:13], LUANTI_PROBED + b"\0", b"\0" + LUANTI_PROBED[1:])
+    wrong_answers = (
+        b"", LUANTI_PROBED[:13], LUANTI_PROBED + b"\0", b"\0" + LUANTI_PROBED[1:], LUANTI_PROBE,
+        hexa("4f457403 0001 0003 ffdc 0002 0002"), hexa("4f457403 0002 0003 ffdc 0001 0002"))
     listed = {"name": json.loads(LUANTI_START)["name"], "description": "A description",
               "players": 0, "max_players": 15, "version": "5.6.1", "verified": "query"}
     bad_private = ({"luanti_announcement": 5}, {"luanti_announcement": {"clients": "x"}})
@@ -8018,41 +8006,31 @@ class LuantiTest(WebCase):
         self.assertEqual([entry[name] for name in (
             "creative", "pvp", "clients_max", "uptime", "clients_top")], [False, True, 15, 300, 2])
 
-    def test_the_page(self):
-        self.say(LUANTI_UPDATE, password=True, mapgen="v7")
-        self.poll()
-        server, = self.registry.servers()
-        page = html.unescape(self.get(html.unescape(ms.server_link(server)))[2].decode())
-        for words in ("Test", "minetest", "v7", "5.6.1", "2 of 15", "250 ms", "A description",
-                      "damage, pvp, password", "ann, bob"):
-            self.assertIn(words, page)
-        page = self.get("/")[2].decode()
-        self.assertEqual(("Test" in page, "Luanti" in page, "bob" in page), (True, True, False))
-
     def test_refusals_in_words(self):
         number, name_or_ip = "expected a number", "address: expected a name with a dot in it"
-        for words, name, values in (
-                ("action: expected start, update or delete", "action", ("stop", ["start"])),
-                ("port: expected", "port", (0,)), ("clients: " + number, "clients", (-1,)),
-                ("uptime: " + number, "uptime", ("soon",)),
-                ("game_time: " + number, "game_time", ([[]],)),
-                ("clients_max: " + number, "clients_max", (1e300, True)),
-                ("lag: " + number, "lag", (math.nan,)),
-                ("pvp: expected true or false", "pvp", ("perhaps",)),
-                ("mods: expected a list of texts", "mods", (5, [5])),
-                ("description: expected a text", "description", ({},)),
-                ("proto_min is above proto_max", "proto_min", (42,)),
-                (name_or_ip, "address", (
-                    "localhost", "example.org:30000", "192.0.2.1:30000", "a b.org", "fe80::1%eth0",
-                    "1:2:3", "::g", ".", ".example", "b\u00fccher.example", "x" * 300 + ".example",
-                    ":" * 300, [5]))):
-            for value in values:
-                status, answer = self.say(**{name: value})
-                self.assertEqual((status, words in answer), (400, True), (name, value, answer))
+        right = json.loads(LUANTI_START)
+        rows = [(words, {**right, name: value}) for words, name, values in (
+            ("action: expected start, update or delete", "action", ("stop", ["start"])),
+            ("port: expected", "port", (0,)), ("clients: " + number, "clients", (-1,)),
+            ("uptime: " + number, "uptime", ("soon",)),
+            ("game_time: " + number, "game_time", ([[]],)),
+            ("clients_max: " + number, "clients_max", (1e300, True)),
+            ("lag: " + number, "lag", (math.nan,)),
+            ("pvp: expected true or false", "pvp", ("perhaps",)),
+            ("mods: expected a list of texts", "mods", (5, [5])),
+            ("description: expected a text", "description", ({},)),
+            ("proto_min is above proto_max", "proto_min", (42,)),
+            (name_or_ip, "address", (
+                "localhost", "example.org:30000", "192.0.2.1:30000", "a b.org", "fe80::1%eth0",
+                "1:2:3", "::g", ".", ".example", "b\u00fccher.example", "x" * 300 + ".example",
+                ":" * 300, [5]))) for value in values]
         for name in ("port", "clients", "clients_max", "uptime", "game_time", "version",
                      "proto_min", "proto_max", "gameid", "name", "description"):
-            status, answer = self.say(without=name)
-            self.assertEqual((status, name + ": expected" in answer), (400, True), answer)
+            rows.append((name + ": expected", {**right, name: None}))
+            rows.append((name + ": expected", {key: right[key] for key in right if key != name}))
+        for words, announcement in rows:
+            status, answer = self.send(luanti_request(json.dumps(announcement).encode()))
+            self.assertEqual((status, words in answer), (400, True), (announcement, answer))
         for text in (b"[]", b"5", b"{", b'{"action":"start",\xff}', b"[" * 60000):
             self.assertIn(self.send(luanti_request(text))[0], (400, 415), text[:9])
         form = http_request("/announce", "Content-Length: 23", method="POST",
@@ -8076,10 +8054,6 @@ class LuantiTest(WebCase):
             while self.registry.total and self.now < 700:
                 self.poll(1, answers)
             self.assertTrue(stays - 40 <= self.now <= stays + 2, (self.now, stays))
-            self.poll(31, answers)
-            self.assertEqual(self.core.poller.targets, {})
-            if not answers:
-                self.assertEqual(self.outcome(), ("silent", "no answer from UDP port 36302"))
 
     def test_a_probe_that_fails_is_told_at_the_next_announcement(self):
         self.say()
@@ -8095,12 +8069,9 @@ class LuantiTest(WebCase):
 
     def test_other_answers_to_a_probe(self):
         """The numbers in between may differ; the goodbye repeats the last one."""
-        target, answer = mock.Mock(why=ms.ANNOUNCED), hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
-        self.assertEqual(self.luanti.read_answer(target, answer), {})
+        answer = hexa("4f457403 0001 09 0a0b0c 0d 01 beef")
+        self.assertEqual(self.luanti.read_answer(mock.Mock(why=ms.ANNOUNCED), answer), {})
         self.assertEqual(self.luanti.goodbye(answer), hexa("4f457403 beef 0000 03"))
-        for bad in (LUANTI_PROBE, hexa("4f457403 0001 0003 ffdc 0002 0002"),
-                    hexa("4f457403 0002 0003 ffdc 0001 0002")):
-            self.assertRaises(ms.Malformed, self.luanti.read_answer, target, bad)
 
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
@@ -8137,11 +8108,8 @@ class LuantiTest(WebCase):
         self.assertEqual(self.names(), ["New"])
 
     def test_refused_announcements(self):
-        network = ms.read_network("198.51.100.0/24")
         rules = self.registry.rules
-        rules.bans, rules.max_servers_per_source = ms.Networks([network], {network: "fakes"}), 1
-        rules.refuse_names = (ms.read_pattern("casino"),)
-        self.assertEqual(self.say(source="198.51.100.1"), (403, "403 Forbidden\nfakes\n"))
+        rules.max_servers_per_source, rules.refuse_names = 1, (ms.read_pattern("casino"),)
         self.assertEqual(self.say(name="Casino")[0], 403)
         self.say()
         self.poll()
@@ -8150,13 +8118,15 @@ class LuantiTest(WebCase):
             self.say(LUANTI_DELETE, source="203.0.113.8")
             rules.address_map["203.0.113.8"] = self.HERE
         self.assertEqual(self.registry.total, 1)
+
+    def test_switched_on_with_a_port_for_http(self):
         for settings, is_on in (({"luanti.enabled": "no"}, False), ({"http.ports": ""}, False),
                                 ({"http.ports": "", "http.https_ports": "1"}, True), ({}, True)):
             self.assertEqual(self.luanti.is_on(ms.Settings(settings)), is_on)
 
     def test_the_latest_word_counts(self):
-        """Of announcements that wait for an answer or a look-up, also if that comes late, and if
-        a poll is open meanwhile and the next one is missed."""
+        """Of announcements that wait for an answer, also if a poll is open meanwhile and the next
+        one is missed."""
         self.say()
         self.poll()
         self.say(name="two")
@@ -8164,7 +8134,6 @@ class LuantiTest(WebCase):
         self.say(LUANTI_UPDATE, name="three")
         self.poll(8)
         self.assertEqual(self.names(), ["three"])
-        server, = self.registry.servers()
         target, = self.core.poller.targets.values()
         target.due = self.now
         (_, peer), = self.core.poller.tick(self.now)
@@ -8172,9 +8141,11 @@ class LuantiTest(WebCase):
         # It is not known whether this is the answer of the old one or the new one
         self.assertRaises(ms.Malformed, self.core.poller.datagram, LUANTI_PROBED, peer, self.now)
         self.poll(8, answers=False)
-        self.assertEqual((target.missed, server.name), (1, "three"))
+        self.assertEqual((target.missed, self.names()), (1, ["three"]))
         self.poll(31)
         self.assertEqual((self.names(), target.announcement), (["Restarted"], None))
+
+    def test_the_latest_look_up_counts(self):
         for later in {"name": "Later"}, {"name": "Later", "address": "fast.example"}:
             self.setUp()
             look_ups = []
@@ -8187,32 +8158,8 @@ class LuantiTest(WebCase):
             self.poll()
             self.assertEqual((self.names(), self.luanti.being_looked_up), (["Later"], {}))
 
-    def test_waiting_announcements_are_bounded(self):
-        """By source, and it leaves with its target."""
-        self.core.registry.rules.max_servers_per_source = 2
-        for port in 1, 2, 3, 2:
-            self.assertEqual(self.say(port=port)[0], 202)
-        self.assertEqual((self.outcome(1)[0], self.outcome(3)[0]), ("busy", "announced"))
-        self.say(port=4, source="203.0.113.8")
-        poller = self.core.poller
-        self.assertEqual(sorted(port for _, _, port in poller.targets), [2, 3, 4])
-        self.poll(8, answers=False)
-        self.assertEqual((poller.targets, len(poller.newcomers)), ({}, 0))
-
-    def test_an_honest_server_among_many_silent_ones(self):
-        """Nine addresses have 32 each that are silent, at a tenth of the default rate."""
-        self.core.poller.rate = 50
-        for number in range(9 * 36):
-            status, _ = self.say(source="198.51.100.%d" % (number % 9), port=20000 + number)
-            self.assertEqual(status, 202)
-        self.assertEqual(len(self.core.poller.targets), 9 * 32)
-        self.poll(3, answers=False)
-        self.say()
-        self.assertIn((self.HERE, 36302), self.poll(2, answers=False))
-
     def test_too_many_names_are_being_looked_up(self):
-        """Two of a source; and where others have filled the room nobody is told that his name leads
-        nowhere."""
+        """Two of a source, and so many in all. Nobody is told then that his name leads nowhere."""
         names = ms.HostNames(lambda *posted: None)
         jobs = []
         names.worker.submit = lambda job, done: jobs.append(done)
@@ -8220,7 +8167,6 @@ class LuantiTest(WebCase):
         for port, status in (1, 202), (2, 202), (3, 429):
             answered, words = self.say(port=port, address="slow%d.example" % port)
             self.assertEqual((answered, "try again" in words), (status, status == 429))
-        self.assertEqual(len(self.luanti.being_looked_up), 2)
         for number in range(ms.LOOKUPS):
             self.say(source="192.0.2.%d" % number, address="slow.example")
         for _ in range(2):                              # never 409: nothing is wrong with it
@@ -8229,12 +8175,9 @@ class LuantiTest(WebCase):
                              (429, True, False))
         self.assertIn("Try again", self.get("/check?address=198.51.100.1")[2].decode())
         while jobs:
-            jobs.pop(0)("", 1.0)
+            jobs.pop()("", 1.0)
         self.assertEqual(self.luanti.being_looked_up, {})
-        self.say(source="198.51.100.1", address="honest.example")
-        jobs.pop(0)("198.51.100.1", self.now)
-        self.poll()
-        self.assertEqual(self.names(), [json.loads(LUANTI_START)["name"]])
+        self.assertEqual(self.say(source="198.51.100.1", address="honest.example")[0], 202)
 
     def test_the_order_and_the_totals(self):
         """By the operator's priority, then the score: 12 players, 9 of them counted, and so on."""
@@ -8258,23 +8201,6 @@ class LuantiTest(WebCase):
         self.assertEqual(self.names()[:5], ["first", "10 + 4", "8", "7.2", "9 + 4"])
         self.registry.remove_own(slow)
         self.assertEqual(self.found()["total_max"], {"clients": 24, "servers": 6})
-
-    def test_a_restart_keeps_the_whole_entry(self):
-        self.say()
-        self.poll()
-        self.say(LUANTI_UPDATE)
-        server, = self.registry.servers()
-        before = self.found()["list"]
-        row = ms.listed_row(server, 1000.0)
-        self.registry.remove_own(server)
-        server = ms.restored_server(row, 5.0, 1005.0)
-        self.registry.insert(server)
-        self.luanti.resume(server)
-        self.poll(31)
-        self.assertEqual(self.found()["list"], before)
-        self.say(LUANTI_UPDATE)
-        entry, = self.found()["list"]
-        self.assertEqual((entry["mapgen"], entry["updates"], entry["clients_top"]), ("v7", 3, 2))
 
 
 MINETEST = shutil.which("minetestserver", path=os.environ.get("PATH", "") + ":/usr/games")
@@ -8587,25 +8513,24 @@ class DdnetTest(WebCase):
         answer, fields = self.register()
         before = self.entries(), self.registry.generation
         other_secret, token = fields.replace("2ffa", "0000"), self.token()
+        by_0_7 = fields.replace("tw-0.6", "tw-0.7") + "Connless-Token: 00000000\r\n"
         for forged, source, now in (
                 (other_secret.replace(":8399", ":8400"), self.HERE, 1.0),
                 (other_secret, self.HERE, 1.0), (other_secret, "203.0.113.10", 1.0),
                 (other_secret, self.HERE_6, 1.0), (fields, self.HERE_6, 1.0),
-                (fields.replace("tw-0.6", "tw-0.7") + "Connless-Token: 00000000\r\n", self.HERE,
-                 1.0),
+                (by_0_7, self.HERE, 1.0),
                 *((fields.replace(token, wrong), self.HERE, 1.0)
                   for wrong in ("", "x" * 16, "0" * 16, token[:-2])),
                 (fields, self.HERE, 240.0), (fields, self.HERE, 3600.0)):
             for body in ddnet_info(name="Forged"), b"":
-                self.assertEqual(self.send(ddnet_request(forged, body), source, now),
-                                 (200, "need_challenge"), forged)
+                self.assert_told(ddnet_request(forged, body), 200, "need_challenge", source, now)
             self.assertEqual((self.entries(), self.registry.generation), before)
         # It is good for two minutes at least, whenever it was made
         for made_at in (0.0, 119.9, 120.0):
             self.start()
             answer, fields = self.register(now=made_at)
             for now in (made_at + 60.0, made_at + 120.0):
-                self.assertEqual(self.send(ddnet_request(fields), now=now), (200, "success"))
+                self.assert_told(ddnet_request(fields), 200, "success", now=now)
 
     def test_a_secret_that_belongs_to_another(self):
         """Who has learned it, but has another address or port, changes nothing; nor does somebody
@@ -8652,15 +8577,13 @@ class DdnetTest(WebCase):
         self.assertEqual(self.addresses(), [self.URLS[2:3]])
 
     def test_many_servers_of_one_machine_at_once(self):
-        for now in 0.0, 15.0, 30.0:
-            for port in range(9000, 9032):
-                answer, _ = self.register(self.other(port), now=now)
-                self.assertEqual(answer, (200, "success"))
+        for now, port in itertools.product((0.0, 15.0, 30.0), range(9000, 9032)):
+            self.assertEqual(self.register(self.other(port), now=now)[0], (200, "success"))
         for _ in range(200):
-            status, message = self.send(ddnet_request(DDNET_0_6), now=30.0)
-        self.assertEqual((status, "Too many requests" in message), (429, True))
+            self.send(ddnet_request(DDNET_0_6), now=30.0)
+        self.assert_told(ddnet_request(DDNET_0_6), 429, "Too many requests", now=30.0)
         self.start(limits__datagrams="100/1")           # a registration usually costs two tokens
-        self.assertEqual(self.send(ddnet_request(DDNET_0_6), now=1.0), (200, "need_challenge"))
+        self.assert_told(ddnet_request(DDNET_0_6), 200, "need_challenge", now=1.0)
 
     def test_rules_and_limits(self):
         """Each is answered in words that the game server logs."""
@@ -8684,48 +8607,43 @@ class DdnetTest(WebCase):
         self.start(limits__servers_per_source="1")
         self.register(source=self.HERE_6)
         self.register(self.other(8400))
-        before, generation = self.addresses(), self.registry.generation
+        before = self.addresses(), self.registry.generation
         for fields in DDNET_0_6, DDNET_0_7:
             (status, message), _ = self.register(fields)
             self.assertEqual((status, "at most 1 servers" in message), (429, True))
-            self.assertEqual(self.addresses(), before)
-        self.assertEqual(self.registry.generation, generation)
-        self.assertEqual(self.send(ddnet_request(DDNET_DELETE_0_6), self.HERE_6), (200, "success"))
-        self.assertEqual(len(self.addresses()), 1)
+            self.assertEqual((self.addresses(), self.registry.generation), before)
 
     def test_large_infos_are_counted(self):
         """By source and in all. Who is listed stays, with his old info; small ones always fit."""
         large = ddnet_info(x="y" * 32_000)
-
-        def status(port, body=DDNET_INFO, source=self.HERE, now=10.0):
-            (status, message), _ = self.register(self.other(port), body, source, now)
-            self.assertEqual("too large together" in message, status == 429)
-            return status
-
         for port in range(9000, 9018):      # 512 kB, with 28 kB beyond the usual 4 kB
-            self.assertEqual(status(port, large), 200)
-        for port, body, source, expected in (
-                (9000, large, self.HERE, 200),          # instead of one as large
-                (9100, large, self.HERE, 429), (9101, DDNET_INFO, self.HERE, 200),
-                (9101, large, self.HERE_6, 429),        # it counts for the same source
-                (9102, large, "203.0.113.10", 200)):
-            self.assertEqual(status(port, body, source), expected, port)
-        self.assertEqual(status(9101, large, now=20.0), 429)
-        server = self.registry.get("ddnet", self.HERE, 9101)
-        self.assertEqual((server.last_seen, self.ddnet.registration(server)["info"]),
-                         (20.0, ms.read_ddnet_info(DDNET_INFO)))
-        self.assertEqual(status(9000, now=20.0), 200)
-        self.tick(20.0)                     # a smaller info has given its bytes back
-        self.assertEqual([status(port, large, now=20.0) for port in (9101, 9000)], [200, 429])
-        self.ddnet.large_bytes.total = ms.DDNET_LARGE_BYTES
-        self.assertEqual([status(9103, body, "203.0.113.11", 20.0)
-                          for body in (large, DDNET_INFO)], [429, 200])
+            self.register(self.other(port), large)
+        for port, body, source, now, status in (
+                (9000, large, self.HERE, 10.0, 200),            # instead of one as large
+                (9100, large, self.HERE, 10.0, 429), (9101, DDNET_INFO, self.HERE, 10.0, 200),
+                (9101, large, self.HERE_6, 10.0, 429),          # it counts for the same source
+                (9102, large, "203.0.113.10", 10.0, 200), (9101, large, self.HERE, 20.0, 429),
+                # A smaller info gives its bytes back
+                (9000, DDNET_INFO, self.HERE, 20.0, 200), (9101, large, self.HERE, 21.0, 200),
+                (9000, large, self.HERE, 21.0, 429), (9103, large, "203.0.113.11", 22.0, 429),
+                (9103, DDNET_INFO, "203.0.113.11", 22.0, 200)):
+            self.tick(now)
+            if now == 21.0 and port == 9101:
+                server = self.registry.get("ddnet", self.HERE, 9101)
+                self.assertEqual((server.last_seen, self.ddnet.registration(server)["info"]),
+                                 (20.0, ms.read_ddnet_info(DDNET_INFO)))
+            if now == 22.0:
+                self.ddnet.large_bytes.total = ms.DDNET_LARGE_BYTES
+            (told_status, message), _ = self.register(self.other(port), body, source, now)
+            self.assertEqual((told_status, "too large together" in message),
+                             (status, status == 429), port)
 
     def test_repetitions_are_not_parsed(self):
         """Nor limited: the same bytes from the same address, as long as nothing about the server
         changes, and its token is surely good."""
         answer, fields = self.register()
         request = ddnet_request(fields)
+        self.tick(0.0)
 
         def is_parsed(now, source=self.HERE):
             with mock.patch.object(ms.HttpRequest, "parse", side_effect=ZeroDivisionError), \
@@ -8734,27 +8652,23 @@ class DdnetTest(WebCase):
                 return self.send(request, source, now) != (200, "success")
             return True
 
-        self.assertTrue(is_parsed(1.0))
-        self.assertEqual(self.send(request, now=1.0), (200, "success"))
-        self.assertFalse(is_parsed(3.0))
         server, = self.registry.servers()
-        self.assertEqual(server.last_seen, 3.0)
-        self.tick(32.9)
-        self.assertEqual(len(self.addresses()), 1)
-        self.assertEqual(self.web.request_counts[ms.DDNET_REGISTER, 200], 4)
         for end in (lambda: self.registry.update(server, {"name": "Other"}),
                     lambda: self.registry.apply_rules(self.core.settings),
-                    lambda: self.send(ddnet_request(fields, ddnet_info(name="New")), now=5.0)):
+                    lambda: self.send(ddnet_request(fields, ddnet_info(name="New")), now=3.0)):
             end()
-            self.assertTrue(is_parsed(5.0))
-            self.assertEqual(self.send(request, now=5.0), (200, "success"))
-            self.assertFalse(is_parsed(5.0))
-        self.assertTrue(is_parsed(5.0, "203.0.113.10"))
+            self.assertTrue(is_parsed(3.0))
+            self.assert_told(request, 200, "success", now=3.0)
+            self.assertFalse(is_parsed(3.0))
+        self.assertTrue(is_parsed(3.0, "203.0.113.10"))
+        self.tick(32.9)
+        self.assertEqual((server.last_seen, len(self.addresses())), (3.0, 1))
+        self.assertEqual(self.web.request_counts[ms.DDNET_REGISTER, 200], 9)
         for now, answer in (119.0, "success"), (120.0, "success"), (240.0, "need_challenge"):
             server.last_seen = server.private["ddnet_addresses"][self.URLS[0]].heard_at = now
             self.tick(now)                              # the token may be too old soon
             self.assertEqual(is_parsed(now), now != 119.0)
-            self.assertEqual(self.send(request, now=now), (200, answer))
+            self.assert_told(request, 200, answer, now=now)
 
     def test_what_is_no_repetition(self):
         """A body, or the end of the connection. Each request has its own fingerprint; four are kept
@@ -8785,35 +8699,31 @@ class DdnetTest(WebCase):
 
     def test_after_a_restart_of_the_master(self):
         """All addresses are back. Who does not register within 30 s leaves."""
-        places = self.all_four()
+        self.all_four()
         server, = self.registry.servers()
-        row = ms.listed_row(server, 1000.0)
         self.start()
-        again = ms.restored_server(row, 10.0, 1010.0)
+        again = ms.restored_server(ms.listed_row(server, 1000.0), 10.0, 1010.0)
         self.registry.silence_counts_from = 10.0
         self.registry.insert(again)
         self.ddnet.resume(again)
-        fields, source = places[1]
-        self.assertEqual(self.send(ddnet_request(fields), source, 20.0), (200, "need_challenge"))
-        answer, _ = self.register(DDNET_0_6, b"", now=20.0)
-        self.assertEqual((answer, again.confirmed), ((200, "success"), True))
+        self.assertEqual(self.register(DDNET_0_6, b"", now=20.0)[0], (200, "success"))
         for now, addresses in (39.9, [self.URLS]), (40.0, [self.URLS[:1]]), (50.0, []):
             self.tick(now)
             self.assertEqual(self.addresses(), addresses)
 
     def test_pages(self):
         """Why it is not listed; names and clans on the server's page alone."""
-        def check():
-            return self.get("/check?address=%s&port=8399" % self.HERE)[2].decode()
-
-        self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
-        self.assertIn("a challenge to UDP port 8399, and the game server has not returned", check())
-        self.register(body=ddnet_info(passworded=0))
-        self.assertIn("passworded: expected true or false", check())
         clients = [ddnet_client("<ann>", clan="C&A"), ddnet_client("bob"),
                    ddnet_client("eve", is_player=False)]
-        self.register(body=ddnet_info(clients=clients, passworded=True, name="\u200bA\u2003b"))
-        self.assertIn("All is well", check())
+        right = ddnet_info(clients=clients, passworded=True, name="\u200bA\u2003b")
+        self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
+        for words, body in (
+                ("a challenge to UDP port 8399, and the game server has not returned", b""),
+                ("passworded: expected true or false", ddnet_info(passworded=0)),
+                ("All is well", right)):
+            if body:
+                self.register(body=body)
+            self.assertIn(words, self.get("/check?address=%s&port=8399" % self.HERE)[2].decode())
         server, = self.registry.servers()
         self.assertEqual((server.name, server.players, server.max_players, server.details),
                          ("A b", 2, 64, {"flags": "password"}))
