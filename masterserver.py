@@ -5288,11 +5288,11 @@ class SubSpace(PolledGame, UdpProtocol):
         if len(data) not in (PING_SHORT.size, PING_LONG.size):
             return self.take_announcement(data, peer, now)
         source, source_port = peer[:2]
-        endpoint = endpoint_text(source, source_port)
+        endpoint = endpoint_text(source, source_port).encode()
+        mac = data[-PING_SHORT.size:]
         # Answers to our pings repeat the MAC at their end. They are recognized before the limits
         # apply. Otherwise a flood of pings with the zone's forged address would keep them out
-        mac = data[-PING_SHORT.size:]
-        if not self.cookie.is_valid(mac, endpoint.encode(), now):
+        if not self.cookie.is_valid(mac, endpoint, now):
             answer = self.answer_ping(data, source, now)
             return [(answer, peer)]
         # A shorter datagram is our own ping: a zone was announced at this master's own port
@@ -5933,9 +5933,10 @@ class ListLink(SubSpaceLink):
         is_request = packet[:1] == ZONE_LIST_REQUEST and len(packet) == 5
         if not is_request or self.in_flight:
             return
-        if self.room.rules.udp_request_limiter.allow(self.address, now):
-            zones = self.room.rendered("zones", now)
+        limiter = self.room.rules.udp_request_limiter
+        if limiter.allow(self.address, now):
             min_players = int.from_bytes(packet[1:], "little")
+            zones = self.room.rendered("zones", now)
             self.payloads = list_pieces(zones, min_players)
 
 
@@ -6069,9 +6070,7 @@ def aio_frame(payload):
 
 
 def aio_frame_bytes(data):
-    """Return the size of the frame that begins with these data; None if its head is incomplete."""
-    if len(data) < AIO_FRAME_HEAD_BYTES:
-        return None
+    """Return the size of the frame that begins with these data, which may be fewer."""
     return AIO_FRAME_HEAD_BYTES + int.from_bytes(data[:3], "little")
 
 
@@ -6205,11 +6204,12 @@ class AioText:
 
     @staticmethod
     def publication(server):
-        # A "#" separates fields, and a "%" at the beginning of a field ends the message
-        name = aio_counted_name(server).replace("#", "<num>").lstrip("%")
-        description = server.description.replace("#", "<num>").lstrip("%")
-        message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
-        return message.encode("utf-8")
+        fields = "13#"
+        for text in aio_counted_name(server), server.description:
+            # A "#" separates fields, and a "%" at the beginning of a field ends the message
+            text = text.replace("#", "<num>")
+            fields += text.lstrip("%") + "#"
+        return fields.encode("utf-8") + b"%d#%%\n" % server.port
 
     def refusal(self, received):
         """Masters of this dialect say nothing if they refuse a server."""
@@ -6323,8 +6323,8 @@ class AioFramed:
         begin = len(AIO_CONNECTED)      # the greeting
 
         def is_complete(data):
-            size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return size is not None and len(data) >= begin + size
+            head = data[begin:begin + AIO_FRAME_HEAD_BYTES]
+            return len(data) >= begin + aio_frame_bytes(head)
 
         data = yield from received_until(is_complete, aio_frame(AIO_LIST))
         if not is_complete(data):
