@@ -5283,11 +5283,11 @@ class SubSpace(PolledGame, UdpProtocol):
         if len(data) not in (PING_SHORT.size, PING_LONG.size):
             return self.take_announcement(data, peer, now)
         source, source_port = peer[:2]
-        endpoint = endpoint_text(source, source_port)
+        endpoint = endpoint_text(source, source_port).encode()
+        mac = data[-PING_SHORT.size:]
         # Answers to our pings repeat the MAC at their end. They are recognized before the limits
         # apply. Otherwise a flood of pings with the zone's forged address would keep them out
-        mac = data[-PING_SHORT.size:]
-        if not self.cookie.is_valid(mac, endpoint.encode(), now):
+        if not self.cookie.is_valid(mac, endpoint, now):
             answer = self.answer_ping(data, source, now)
             return [(answer, peer)]
         # A shorter datagram is our own ping: a zone was announced at this master's own port
@@ -5925,9 +5925,10 @@ class ListLink(SubSpaceLink):
         is_request = packet[:1] == ZONE_LIST_REQUEST and len(packet) == 5
         if not is_request or self.in_flight:
             return
-        if self.room.rules.udp_request_limiter.allow(self.address, now):
-            zones = self.room.rendered("zones", now)
+        limiter = self.room.rules.udp_request_limiter
+        if limiter.allow(self.address, now):
             min_players = int.from_bytes(packet[1:], "little")
+            zones = self.room.rendered("zones", now)
             self.payloads = list_pieces(zones, min_players)
 
 
@@ -6061,9 +6062,7 @@ def aio_frame(payload):
 
 
 def aio_frame_bytes(data):
-    """Return the size of the frame that begins with these data; None if its head is incomplete."""
-    if len(data) < AIO_FRAME_HEAD_BYTES:
-        return None
+    """Return the size of the frame that begins with these data, which may be fewer."""
     return AIO_FRAME_HEAD_BYTES + int.from_bytes(data[:3], "little")
 
 
@@ -6197,11 +6196,12 @@ class AioText:
 
     @staticmethod
     def publication(server):
-        # A "#" separates fields, and a "%" at the beginning of a field ends the message
-        name = aio_counted_name(server).replace("#", "<num>").lstrip("%")
-        description = server.description.replace("#", "<num>").lstrip("%")
-        message = "13#%s#%s#%d#%%\n" % (name, description, server.port)
-        return message.encode("utf-8")
+        fields = "13#"
+        for text in aio_counted_name(server), server.description:
+            # A "#" separates fields, and a "%" at the beginning of a field ends the message
+            text = text.replace("#", "<num>")
+            fields += text.lstrip("%") + "#"
+        return fields.encode("utf-8") + b"%d#%%\n" % server.port
 
     def refusal(self, received):
         """Masters of this dialect say nothing if they refuse a server."""
@@ -6315,8 +6315,8 @@ class AioFramed:
         begin = len(AIO_CONNECTED)      # the greeting
 
         def is_complete(data):
-            size = aio_frame_bytes(data[begin:begin + AIO_FRAME_HEAD_BYTES])
-            return size is not None and len(data) >= begin + size
+            head = data[begin:begin + AIO_FRAME_HEAD_BYTES]
+            return len(data) >= begin + aio_frame_bytes(head)
 
         data = yield from received_until(is_complete, aio_frame(AIO_LIST))
         if not is_complete(data):
@@ -7405,29 +7405,32 @@ class Luanti(PolledGame):
         server. An update omits some fields, whose values stay as they are. The game server writes
         the text of the answer into its log. So if its last announcement failed, the answer says
         why."""
-        if fields.get("action") == "delete":
-            self.forget_waiting(source, port)
+        self.being_looked_up.pop((source, port), None)      # this announcement replaces it
+        action = fields.get("action")
+        if action == "delete":
             self.stopped(source, port, now)
             return HttpAnswer(200, b"Removed from the list.\n")
-        if fields.get("action") not in ("start", "update"):
+        if action not in ("start", "update"):
             raise Refused("bad packet", "action: expected start, update or delete; Luanti servers "
                                         "announce themselves")
         last_outcome = self.registry.outcome(source, self.game, port)
         previous = NO_DETAILS
         server = self.registry.get(self.game, self.rules.listed_address(source), port)
-        if fields["action"] == "update" and server is not None and not server.found_at:
+        if action == "update" and server is not None and not server.found_at:
             previous = self.announcement_of(server)
         announcement = self.completed(fields, previous)
         address = announcement.get("address")
         if previous and address == previous.get("address"):
             # The server has proven this address before
             self.list_own(source, port, luanti_attributes(announcement), now, self.timeout)
-            # An older announcement would otherwise replace this one when its result comes
-            self.forget_waiting(source, port)
+            target = self.poller.find(self, source, port)
+            if target is not None:
+                target.announcement = None      # an older one, which a poll's answer would list
         elif address:
             self.look_up(source, port, announcement, now)
         else:
-            self.query_announced(source, port, announcement, now)
+            attributes = luanti_attributes(announcement)
+            super().announced(source, port, attributes, now, self.timeout)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
             text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
                     "what to do.\n" % last_outcome.detail)
@@ -7450,13 +7453,6 @@ class Luanti(PolledGame):
         # The mean of all announcements so far, of which this one is the last
         announcement["pop_v"] = mean + (clients - mean) / updates
         return announcement
-
-    def forget_waiting(self, source, port):
-        """Forget the announcement of this server that waits for a look-up or an answer, if any."""
-        self.being_looked_up.pop((source, port), None)
-        target = self.poller.find(self, source, port)
-        if target is not None:
-            target.announcement = None
 
     def look_up(self, source, port, announcement, now):
         """Look up the announced address for players. on_address() gets the result."""
@@ -7487,16 +7483,11 @@ class Luanti(PolledGame):
             if not address or not (is_right or self.rules.believes_claim(source, address)):
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
-            self.query_announced(source, port, announcement, now)
+            attributes = luanti_attributes(announcement)
+            super().announced(source, port, attributes, now, self.timeout)
         except Refused as refused:
             self.registry.record_outcome(
                 source, self.game, port, refused.outcome, now, str(refused))
-
-    def query_announced(self, source, port, announcement, now):
-        """Query a server that has announced itself. Its answer lists it with this announcement."""
-        attributes = luanti_attributes(announcement)
-        super().announced(source, port, attributes, now, self.timeout)
-        self.being_looked_up.pop((source, port), None)
 
     # Its game servers
 
@@ -8096,14 +8087,12 @@ def read_ddnet_entry(entry):
         first_address, *_ = entry["addresses"]
         address, port = ddnet_endpoint(first_address)
         server = {
+            **info,
             "address": address,
             "port": port,
-            "name": info["name"],
             "mode": info["game_type"],
             "map": info["map"]["name"],
-            "version": info["version"],
             "players": count_ddnet_players(info),
-            "max_players": info["max_players"],
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("an entry of the list: %r" % error) from None
