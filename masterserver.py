@@ -32,7 +32,8 @@ only what stands above it:
 
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes; what else it needs, the program does for it
-(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To add a game, see GAMES in section 10.
+(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To
+add a game, see GAMES in section 10.
 """
 from __future__ import annotations
 
@@ -2826,7 +2827,7 @@ def restored_server(row, now, wall):
 
 
 def report(health, where, trouble):
-    """Note in MasterServer.health that a part of the program, `where`, does not work. /healthz shows
+    """Note in `health` of the program that a part of it, `where`, does not work. /healthz shows
     `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
@@ -2989,7 +2990,8 @@ class Session:
     """One TCP connection.
 
     The bytes that a method returns are sent to the peer, those of each call in one piece. If a
-    method raises Malformed, the connection is closed."""
+    method raises Malformed, Refused or Limited, the connection is closed, and that is counted or
+    recorded for /check."""
 
     # The id of the game for /check, "" if it has none
     game = ""
@@ -3096,7 +3098,7 @@ class Form:
     def __init__(self, layout, names, texts=NO_DETAILS, encoding="utf-8", **fixed):
         self.struct = struct.Struct(layout)
         self.size = self.struct.size
-        self.fields = collections.namedtuple("fields", names)
+        self.fields: Any = collections.namedtuple("fields", names)      # type: ignore[misc]
         self.texts = texts
         self.encoding = encoding
         self.fixed = fixed
@@ -3292,7 +3294,7 @@ def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
 JSON_VALUE_CHARACTERS = 1 << 17
 JSON_DECODER = json.JSONDecoder()
 # More blanks in a row are an error, because one call that skips megabytes takes too long
-JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
+JSON_BLANKS: Any = re.compile(r"[ \t\r\n]{0,1000}")
 
 
 def json_array(text, name):
@@ -3410,7 +3412,7 @@ class Game:
     dialects: Tuple[str, ...] = ()              # of announce() and fetch(), the one to query last
     dialect = ""                                # what they speak; the caller sets it
     epoch = 0.0                                 # wall clock minus monotonic clock; the program sets
-    answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
+    answer: Any = None      # a function of (server, data): what we tell a master's query
     offset = 0                                  # from the players' port to the one that is queried
     fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
     list_options: Tuple[ListOption, ...] = ()   # what fetch() has to be told
@@ -3579,7 +3581,9 @@ class Game:
         return json.dumps(fields).encode()
 
     def farewell(self, server):
-        """Return the body of the last POST /announce. Only games that announce by HTTP have one."""
+        """Return what a master is sent last, or b""."""
+        if self.announced_over != "http":
+            return b""
         return self.announcement(server, action="stop")
 
     def default_dialect(self, fields):
@@ -4045,7 +4049,10 @@ class PolledGame(Game):
 
     # How a server becomes a target
 
-    def announced(self, source, port, fields, now, lifetime=math.inf):
+    def announced(self, source, port, fields, now):
+        self.query_announced(source, port, fields, now)
+
+    def query_announced(self, source, port, fields, now, lifetime=math.inf):
         """Query a server that has announced itself. Its answer lists it for `lifetime` seconds.
 
         `fields` are attributes of Server that its answer lacks. Raise Refused if the server may not
@@ -5074,7 +5081,7 @@ class Hyperbol(PolledGame, TcpProtocol):
     def announced(self, source, port, fields, now):
         """Query a server that has announced itself by HTTP. What it says of itself is ignored,
         because its answer says that as well."""
-        super().announced(source, port, NO_DETAILS, now)
+        self.query_announced(source, port, NO_DETAILS, now)
 
     # Its lists
 
@@ -5147,7 +5154,7 @@ def is_official_hyperbol(server):
 
 def hyperbol_xml_entry(server):
     """Return a server's element in /servers.xml. It may be a server of another game."""
-    values = {}
+    values: Dict[str, Any] = {}
     for name in HYPERBOL_XML_ATTRIBUTES:
         text = str(getattr(server, name))
         values[name] = html.escape(text)
@@ -5390,7 +5397,7 @@ class SubSpace(PolledGame, UdpProtocol):
         # A poll that is under way starts again, because it may have begun before the zone did
         self.poller.poll_now(target, now)
 
-    def announced(self, source, port, fields, now, lifetime=math.inf):
+    def announced(self, source, port, fields, now):
         if port > MAX_ZONE_PORT:
             raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
                 MAX_ZONE_PORT, port))
@@ -5402,7 +5409,7 @@ class SubSpace(PolledGame, UdpProtocol):
             announcement["name"] = endpoint_text(address, port)
         announcement.pop("players", None)       # the zone's answers tell the players
         self.check_ownership(zone, announcement, now)
-        return super().announced(source, port, announcement, now, lifetime)
+        self.query_announced(source, port, announcement, now)
 
     # Ownership
 
@@ -6749,7 +6756,7 @@ QUAKE3_FIELDS = {
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in that order.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
@@ -6772,7 +6779,7 @@ def quake3_attributes(values, otherwise):
 
     If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
     Malformed if that is "" too, or if a value is wrong."""
-    info = {}
+    info: Dict[bytes, Any] = {}
     for key, value in zip(QUAKE3_FIELDS, values):
         text, pattern = QUAKE3_FIELDS[key]
         if value is not None and len(value) <= 255:
@@ -7188,7 +7195,7 @@ class Quake3(PolledGame, UdpProtocol):
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
             data = yield Send(wait_s=wait_s)
-            wait_s = None
+            wait_s = None               # the present wait goes on
         raise TimeoutError("timed out: the end of the list did not come")
 
     # Pages
@@ -7430,7 +7437,7 @@ class Luanti(PolledGame):
             self.look_up(source, port, announcement, now)
         else:
             attributes = luanti_attributes(announcement)
-            super().announced(source, port, attributes, now, self.timeout)
+            self.query_announced(source, port, attributes, now, self.timeout)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
             text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
                     "what to do.\n" % last_outcome.detail)
@@ -7484,7 +7491,7 @@ class Luanti(PolledGame):
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
             attributes = luanti_attributes(announcement)
-            super().announced(source, port, attributes, now, self.timeout)
+            self.query_announced(source, port, attributes, now, self.timeout)
         except Refused as refused:
             self.registry.record_outcome(
                 source, self.game, port, refused.outcome, now, str(refused))
@@ -11580,6 +11587,13 @@ class TcpConnection:
                 if session.done or not session.buffer:
                     break
                 data = session.receive(b"", now)
+        except Limited:
+            self.tally.limited += 1
+            session.done = True
+        except Refused as refused:
+            self.master_server.registry.record_outcome(
+                self.address, session.game, refused.port, refused.outcome, now, str(refused))
+            session.done = True
         except Exception as error:
             if isinstance(error, Malformed) and session.game:
                 self.master_server.registry.record_outcome(
@@ -14466,11 +14480,18 @@ class Announcement:
             endpoint = master.address, master.port
             with socket.create_connection(endpoint, CONNECT_S) as sock:
                 converse(conversation, sock, master.on_step, self.is_over)
+                self.sign_off(sock)
         else:
             ends = time.monotonic() + RESOLVE_S
             with udp_socket(master.address, master.port) as sock:
                 converse(conversation, sock, master.on_step,
                          lambda: self.stopping or time.monotonic() >= ends)
+                self.sign_off(sock)
+
+    def sign_off(self, sock):
+        farewell = self.room.farewell(self.server)
+        if self.stopping and farewell:
+            sock.sendall(farewell)
 
     def open_query_socket(self):
         """Return a socket on the UDP port on which masters query the game server.
@@ -15097,6 +15118,9 @@ SETTINGS_OPTIONS = (
 )
 JSON_OPTION = option("--json", action="store_true", help="as JSON")
 EXPORTED_GAMES = [room.game for room in GAMES if room.exported]
+# With the usual port of each one's masters
+ANNOUNCED_GAMES = {room.game: "%s %d" % (room.game, room.master_port)
+                   for room in GAMES if room.announced_over}
 
 # To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
 # stands for the program without a command
@@ -15127,7 +15151,7 @@ commands, each with a --help of its own:
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
 AIO), they are answered here if that UDP port is free.""", (
-        option("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
+        option("--game", required=True, metavar="|".join(ANNOUNCED_GAMES) + "|NAME",
                help="any other NAME that the masters list is announced by HTTP"),
         option("--port", required=True, type=int, help="where players find the game server"),
         option("--players", type=int, help="how many there are now"),
@@ -15147,8 +15171,8 @@ AIO), they are answered here if that UDP port is free.""", (
         option("--exit-with-stdin", action="store_true",
                help="exit when standard input is closed"),
         option("masters", nargs="+", metavar="MASTER[:PORT]",
-               help="default ports: iceball 27790, subspace 4990 (announcements go to the next "
-                    "one), aio 27011, others 27790; for others also https://MASTER[:PORT]"),
+               help="default ports: %s, others 27790; for others also https://MASTER[:PORT]"
+                    % ", ".join(ANNOUNCED_GAMES.values())),
     ), EXIT_STATUSES),
 
     "ping": Command(command_ping, "Query a game server.", (
