@@ -31,8 +31,8 @@ only what stands above it:
     other masters            Redis or Valkey, TCP 6379                Cluster in section 11
 
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
-protocol is given bytes and the time, and returns bytes. So each protocol is tested with recorded
-packets and a clock that the test moves. To add a game, see GAMES in section 10.
+protocol is given bytes and the time, and returns bytes; what else it needs, the program does for it
+(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To add a game, see GAMES in section 10.
 """
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ LOOKUPS = 64
 # Game servers of one source that may wait for the same look-up. With the longest announcement of
 # any game, those of all strangers take 80 MB
 LOOKUP_WAITERS = 16
-STOP_S = 2.0                    # at a stop, answers that are being sent have this long to end
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
 DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and the log
 
@@ -725,7 +724,6 @@ SETTINGS: Dict[str, Setting] = {}
 REMOVED_SETTINGS = ("aio.dialects", "aio.text_greeting_after")
 
 
-@functools.lru_cache(1)             # it is asked for with each answer of a Quake III server
 def section_names():
     return {setting.section for setting in SETTINGS.values()}
 
@@ -1551,6 +1549,7 @@ class Rules:
                             buckets are those of the uses that allow_surplus() names"""
 
     def __init__(self, settings):
+        # read() sets the rates that the settings give
         self.datagram_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.message_limiter = Limiter(ANSWERS_RATE, self.verdict)
         self.connection_limiter = Limiter(ANSWERS_RATE, self.verdict)
@@ -2827,7 +2826,7 @@ def restored_server(row, now, wall):
 
 
 def report(health, where, trouble):
-    """Note in Core.health that a part of the program, `where`, does not work. /healthz shows
+    """Note in MasterServer.health that a part of the program, `where`, does not work. /healthz shows
     `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
@@ -2843,7 +2842,7 @@ class SavedList:
         self.database = database
         self.registry = registry
         self.disk = disk                # the WorkerThread that calls the Database
-        self.health = health            # that of Core
+        self.health = health            # that of MasterServer
         self.hourly_players = {}        # the last result of Database.hourly_players()
         self.batch_began: Optional[float] = None    # None if no batch is being written
         self.sampled_minute = -1.0      # the minute since 1970 of the last batch with all servers
@@ -3091,6 +3090,7 @@ class Form:
 
     `layout` is that of struct, `names` are its fields. `texts` has those that are texts, with the
     longest one in bytes that is written; a text that is read ends with a NUL or fills its field.
+    Texts are written in `encoding`, and read by decode_legacy(), in whatever encoding they are.
     `fixed` values are the same in every packet; a packet with another one is Malformed."""
 
     def __init__(self, layout, names, texts=NO_DETAILS, encoding="utf-8", **fixed):
@@ -3377,8 +3377,8 @@ class Game:
     """What a room says of its game, and the defaults. The tools make a room without a master.
 
     A room is announced to, queries and lists its servers; the other sections ask it for nothing
-    but what stands here. `master` is the program: its attributes settings, registry, poller, rooms,
-    health and epoch, and its functions
+    but what stands here. `master` is the program: its attributes settings, registry and poller, and
+    its functions
 
     resolve(host, done, source, like="")   Look up the address of a host name in another thread, and
                 call done(address, now) in the event loop; the address is "" if there is none.
@@ -3418,6 +3418,7 @@ class Game:
     exported = ""                               # the list that `export` writes
 
     def __init__(self, master=None):
+        """lists() and read() are called here. What they need is set before that."""
         self.master = master
         self.rendered_lists: Dict[str, RenderedList] = {}
         if master:
@@ -3578,7 +3579,7 @@ class Game:
         return json.dumps(fields).encode()
 
     def farewell(self, server):
-        """Return what is sent to the master at the end, or b""."""
+        """Return the body of the last POST /announce. Only games that announce by HTTP have one."""
         return self.announcement(server, action="stop")
 
     def default_dialect(self, fields):
@@ -3652,7 +3653,7 @@ class MessageSession(Session):
         self.message_began = now
 
     def size(self, now):
-        """Return the bytes of the first message in the buffer, or None if it is not complete.
+        """Return the bytes of the first message in the buffer, or None if that is not known yet.
 
         Raise Malformed if there is no such message."""
         raise NotImplementedError
@@ -3667,7 +3668,8 @@ class MessageSession(Session):
         self.buffer += data
         while self.buffer and not self.done:
             size = self.size(now)
-            if (size or len(self.buffer)) > self.message_bytes:
+            known_size = len(self.buffer) if size is None else size
+            if known_size > self.message_bytes:
                 raise Malformed("a message of more than %d bytes" % self.message_bytes)
             if size is None or size > len(self.buffer):
                 break
@@ -3745,7 +3747,6 @@ class Target:
     lifetime      for how long that announcement lists it, in seconds
     found         the FoundServer, if it is FOUND
     listed_as     the game under which it is listed; a Quake III server's answer names it
-    on_result     called as on_result(outcome, detail, now) with each key of OUTCOMES, or None
     due           the time of the next query or, while a query is open, of giving it up
     asked_at      when the open query was sent; None if no query is open
     nonce         a number that the open query carries and its answer has to repeat
@@ -3760,7 +3761,6 @@ class Target:
     announcement: Optional[Mapping[str, Any]] = None
     lifetime = math.inf
     found: Optional[FoundServer] = None
-    on_result: Optional[Callable[..., Any]] = None
     due = 0.0
     asked_at: Optional[float] = None
     nonce = unanswered = missed = restarts = ping_ms = 0
@@ -4320,15 +4320,13 @@ class PolledGame(Game):
             self.report(target, "silent", now, "no answer from UDP port %d" % port)
 
     def report(self, target, outcome, now, detail=""):
-        """Record for /check what became of a target, and tell whoever waits for it.
+        """Record for /check what became of a target.
 
         Nothing is recorded for a server that was found in another list. Its operator has not asked
         for anything, and there may be thousands."""
         if target.why != FOUND:
             self.registry.record_outcome(
                 target.address, self.game, target.port, outcome, now, detail)
-        if target.on_result is not None:
-            target.on_result(outcome, detail, now)
 
 
 # --- Iceball -------------------------------------------------------------------------------------
@@ -4731,9 +4729,6 @@ class Iceball(Game, UdpProtocol):
             name=text_field(server.name, 30),
             mode=text_field(server.mode, 10),
             map=text_field(server.map, 30))
-
-    def farewell(self, server):
-        return b""
 
     @staticmethod
     def reply_to_master(data):
@@ -5577,9 +5572,6 @@ class SubSpace(PolledGame, UdpProtocol):
             data = yield Send(packet, 60.0, accepted=True, state=state)
             while data is not None:
                 data = yield Send()
-
-    def farewell(self, server):
-        return b""
 
     def answer(self, server, data):
         """Answer a ping for a zone that does not do it itself. All players are in one arena: the
@@ -6675,9 +6667,6 @@ class Aio(PolledGame, TcpProtocol):
                 state = ("the master does not confirm it; has it banned this address, refused the "
                          "name, or run out of room?")
 
-    def farewell(self, server):
-        return b""                      # the end of the connection says it
-
     @property
     def answer(self):
         """What answers masters' queries; None in the text dialect, whose masters do not query."""
@@ -6760,7 +6749,7 @@ QUAKE3_FIELDS = {
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in that order.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
@@ -6979,7 +6968,7 @@ class Quake3(PolledGame, UdpProtocol):
                       'set sv_master1 "%(host)s:%(port)d"')
     announced_over = ""
     fetched_over = "udp"
-    # As metrics can show them
+    # Both words stand in a label of /metrics, which has no quotes and no backslashes
     list_options = (
         ListOption("gamename", "Quake3Arena", pattern_reader(r"[!#-\[\]-~]{1,32}", "a gamename"),
                    "such as Xonotic"),
@@ -9282,11 +9271,10 @@ def render_game_tabs(context, counts, chosen_game):
             link = "/?game=" + urllib.parse.quote(game)
             count = counts.get(game, 0)
             tabs.append(render_tab(link, title, game == chosen_game, format(count, ",")))
-    if len(tabs) <= 2:
-        tabs = ""
+    has_choice = len(tabs) > 2
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
-        tabs=tabs)
+        tabs=tabs if has_choice else "")
 
 
 def render_search(list_filter, country_counts):
@@ -10691,7 +10679,9 @@ ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
     "description": TEXT_CHARACTERS}
-ANNOUNCED_NUMBERS = {"port": 1, "players": 0, "max_players": 0}
+# The lowest and the highest value of each
+ANNOUNCED_NUMBERS = {
+    "port": (1, MAX_PORT), "players": (0, PLAYERS_MAX), "max_players": (0, PLAYERS_MAX)}
 ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
 TOO_MANY_FIELDS = "an announcement has at most %d fields" % ANNOUNCED_FIELDS_MAX
 
@@ -10852,12 +10842,12 @@ def announced_value(name, value):
         if isinstance(value, (bool, list, dict)):
             raise Refused("bad packet", name + " is not a text")
         return clean(str(value), ANNOUNCED_TEXTS[name])
-    low = ANNOUNCED_NUMBERS[name]
+    low, high = ANNOUNCED_NUMBERS[name]
     text = "" if isinstance(value, (list, dict)) else str(value)
     match = re.fullmatch(r"\s*([0-9]{1,9})(\.0)?\s*", text)         # Lua writes 27500.0
     number = int(match.group(1)) if match else -1
-    if not low <= number <= PLAYERS_MAX:
-        raise Refused("bad packet", "%s: expected a number from %d to 65535" % (name, low))
+    if not low <= number <= high:
+        raise Refused("bad packet", "%s: expected a number from %d to %d" % (name, low, high))
     return number
 
 
@@ -13801,10 +13791,11 @@ class MasterServer:
         self.rules.country_file = load_country_file(self.settings)
         self.registry = Registry(self.rules)
         self.poller = Poller(self.settings)
-        # These five are described in Core
-        self.health, self.gauges = {}, {}
-        self.tallies, self.cluster = {}, {}
-        self.upstream: Dict[str, UpstreamState] = {}
+        self.health = {}                # what does not work, a sentence by part
+        self.gauges = {}                # figures for /metrics, by name
+        self.tallies = {}               # what the ports have counted, a Tally by protocol
+        self.cluster = {}               # figures of the link to other masters, {} without one
+        self.upstream: Dict[str, UpstreamState] = {}        # by Upstream.label
         self.listeners: List[Listener] = []
         self.news = News(self.settings, self.registry, self.gauges)
         # What is called once a second, and after a reload
@@ -13896,10 +13887,10 @@ class MasterServer:
             self.thread.join()
 
     def finish_requests(self):
-        """Accept no more, and wait up to STOP_S for the answers to requests that have arrived
+        """Accept no more, and wait up to 2 s for the answers to requests that have arrived
         already. Some clients crash if a reset cuts an answer off."""
         now = time.monotonic()
-        deadline = now + STOP_S
+        deadline = now + 2.0
         for listener in self.tcp_listeners:
             # Closing would reset the connections in the backlog, so they are accepted first
             self.guarded(listener.on_readable, now)
