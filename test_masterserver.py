@@ -2880,13 +2880,11 @@ class SubSpacePings(unittest.TestCase):
             address = "198.51.100.%d" % number
             world.registry.list_or_refresh((game, address, 1000), address, 0.0, 100.0,
                                            {"players": players, "playing": playing})
-        peer = ("192.0.2.1", 999)
-        out = []
+        replies = []
         for question in questions:
-            [(answer, to)] = world.room.datagram(hexa(question), peer, 0.0)
-            self.assertEqual(to, peer)
-            out.append(answer)
-        return out
+            replies += world.room.datagram(hexa(question), PLAYER, 0.0)
+        self.assertEqual({peer for _, peer in replies}, {PLAYER})
+        return [answer for answer, _ in replies]
 
     def test_answers_of_the_master(self):
         # The capture has an arena that is not public, and games all are: two registries
@@ -3103,12 +3101,12 @@ class SubSpaceAnnouncements(unittest.TestCase):
         self.assertEqual(world.names(), ["Chaos", "Order", "Peace"])
 
     def test_when_a_name_is_free(self):
-        """When its zone announces itself no more or does not answer."""
-        for zones, answers in ("", True), ("203.0.113.9:25000", False):
+        """When its zone announces itself no more or, if it is named in the ini, does not answer."""
+        for zones in "", "203.0.113.9:25000":
             world = SubSpaceWorld(ZONE[0], NEIGHBOUR, subspace__zones=zones)
             world.announce(zone_packet(b"Mine", b"secret"))
             world.run(31)
-            if not answers:
+            if zones:
                 del world.zones[ZONE[0], 25001]
             for seconds, outcome in (0, "name"), (180, "listed"):
                 world.run(seconds)
@@ -3816,7 +3814,6 @@ class AioTest(unittest.TestCase):
                   b" servers... Maybe host your own or wait later?:O")
         for data, source, (name, description) in (
                 (b"13#best AIO server#100<percent> fun#10.0.0.1#27010#%", "203.0.113.9", best),
-                (b"\x0dbest AIO server\x00100% fun\0\0\x14\x48\x01", "203.0.113.9", best),
                 (AIO_FRAMED, "2001:db8::9", (b"[2001:db8::9]:27010", b"")),
                 (b"", "127.0.0.1", nobody)):
             aio, address = AioWorld(), source.encode()
@@ -3849,17 +3846,14 @@ class AioTest(unittest.TestCase):
                 (b"[1/2]", "203.0.113.9:27010", 1, 2, "203.0.113.9:27010 [1/2]"),
                 (b"n [70000/99999]", "n", 65535, 65535, "n [65535/65535]"),
                 (b"n [9/8]", "n", 8, 8, "n [8/8]"), (b"n[1/2]", "n[1/2]", 0, 0, "n[1/2]"),
-                (b"n [1/2] x", "n [1/2] x", 0, 0, "n [1/2] x"),
                 (b"x" * 200, "x" * 128, 0, 0, "x" * 128), (b"caf\xe9", "café", 0, 0, "café")):
             aio = AioWorld()
-            session = aio.peer(b"13#" + published + b"#a<num>b \xa9#27010#%")
+            aio.peer(b"13#" + published + b"#a<num>b \xa9#27010#%")
             self.assertEqual(aio.listed("name", "players", "max_players", "description"),
                              [(*facts, "a#b ©")])
             text = shown.replace("#", "＃").replace("%", "％")
             self.assertIn(("#%s#a<num>b ©#" % text).encode(), aio.ask(b"12#%\n"))
             self.assertIn(("\0%s\0a#b ©\0" % shown).encode(), aio.ask(b"\x0c"))
-        feed(session, b"13#K [2/9]#D#27010#%", now=1.0)         # somebody joined
-        self.assertEqual(aio.listed("name", "players"), [("K", 2)])
 
     def test_addresses(self):
         """(source, what it sends, where it is listed)"""
@@ -3867,7 +3861,6 @@ class AioTest(unittest.TestCase):
                 # A public source speaks for itself only
                 ("203.0.113.9", b"13#N#D#198.51.100.66#27010#%", "203.0.113.9"),
                 ("203.0.113.9", b"SET_IP#198.51.100.66#%" + AIO_TEXT, "203.0.113.9"),
-                ("203.0.113.9", b"\x0dN\0D\x00198.51.100.66\0\x14\x48\x01", "203.0.113.9"),
                 ("127.0.0.1", AIO_FRAMED, "198.51.100.1"),
                 # icanhazip.com ends it so
                 ("127.0.0.1", b"13#N#D#203.0.113.7\n#27010#%", "203.0.113.7"),
@@ -3877,9 +3870,7 @@ class AioTest(unittest.TestCase):
                 ("127.0.0.1", b"SET_IP#203.0.113.7#%13#N [1/2]#D#2#%13#N#D#127.0.0.1#27010#%",
                  "203.0.113.7"),
                 ("127.0.0.1", b"SET_IP#fe80::1%eth0#%" + AIO_TEXT, "198.51.100.1"),
-                ("127.0.0.1", b"SET_IP#::ffff:203.0.113.7#%" + AIO_TEXT, "203.0.113.7"),
-                ("192.168.1.5", AIO_TEXT, "198.51.100.2"),
-                ("10.1.2.3", b"13#N#D#203.0.113.7#27010#%", "203.0.113.7")):
+                ("192.168.1.5", AIO_TEXT, "198.51.100.2")):
             aio = AioWorld(server__public_address="198.51.100.1",
                            **{"address_map.192.168.1.5": "198.51.100.2"})
             aio.peer(data, source)
@@ -3920,14 +3911,13 @@ class AioTest(unittest.TestCase):
 
     def test_how_long_a_connection_lasts(self):
         """(what it sends at 0, what at 100, when it is still there, when it is not)"""
-        text_keepalive = AIO_TEXT + b"KEEPALIVE#%\n"
+        keepalive = b"KEEPALIVE#%\n"
         for data, more, there, gone in (
-                (b"", b"", 329, 330), (b"13#NAME#", b"", 329, 330), (b"12#%\n", b"", 329, 330),
-                (b"12#%\n", b"12#%\n", 429, 430),
-                (AIO_KEEPALIVE, b"", 329, 330),             # it comes again after 270 s
-                (text_keepalive, b"", 119, 120), (AIO_FRAMED + AIO_KEEPALIVE, b"", 119, 120),
-                (text_keepalive, b"KEEPALIVE#%\n", 219, 220),
-                (text_keepalive, b"NEWS#%\n", 119, 120),    # only keepalives keep it
+                (b"", b"", 329, 330), (b"13#NAME#", b"", 329, 330),
+                (b"12#%\n", b"12#%\n", 429, 430), (AIO_KEEPALIVE, b"", 329, 330),
+                (AIO_FRAMED + AIO_KEEPALIVE, b"", 119, 120),
+                (AIO_TEXT + keepalive, keepalive, 219, 220),
+                (AIO_TEXT + keepalive, b"NEWS#%\n", 119, 120),      # only keepalives keep it
                 (AIO_TEXT, b"", 86400, 0), (AIO_BINARY, b"", 86400, 0)):
             aio = AioWorld()
             session = aio.peer(data)
@@ -3975,18 +3965,17 @@ class AioTest(unittest.TestCase):
         aio.peer(AIO_FRAMED, peer[0])
         self.assertEqual(aio.listed("name"), [("198.51.100.2:27010",)])
         self.assertEqual(aio.poller.tick(1.0), [(aio.question, peer)])
+        tracemalloc.start()
         for bad in aio.wrong_answers:
-            tracemalloc.start()
             self.assertRaises(ms.Malformed, aio.poller.datagram, bad, peer, 1.0)
-            self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
-            tracemalloc.stop()
+        self.assertLess(tracemalloc.get_traced_memory()[1], 200_000)
+        tracemalloc.stop()
         aio.poller.datagram(aio.answer, peer, 1.04)
         for now in range(30, 600):              # silent from now on; its connection is there
             aio.poller.tick(float(now))
         self.assertEqual(aio.listed(*aio.answered, "address", "ping_ms", "verified"),
                          [(*aio.answered.values(), "198.51.100.2", 40, "connection")])
-        self.assertEqual((len(aio.poller.targets), aio.outcome(peer[0])),
-                         (1, ("silent", "no answer from UDP port 27010")))
+        self.assertEqual(aio.outcome(peer[0]), ("silent", "no answer from UDP port 27010"))
 
     def test_names_in_answers(self):
         """(name and description in the answer, as they are listed)"""
@@ -4112,13 +4101,10 @@ class AioTools(unittest.TestCase):
         room = ms.Aio()
         for version, number in (("7", "0700"), ("\u00b2", "0000"), ("70000", "ffff")):
             server = self.server("né", version, players=3, max_players=16, description="d")
-            answer = room.answer(server, b"\0")
-            self.assertEqual(zlib.decompress(answer), hexa(
+            self.assertEqual(zlib.decompress(room.answer(server, b"\0")), hexa(
                 "00 0300 6ec3a9 0100 64 03000000 10000000" + number))
         for query in (b"", b"\1", b"\0\0"):
             self.assertRaises(ms.Malformed, room.answer, server, query)
-        room.dialect = "text"
-        self.assertIsNone(room.answer)          # nobody asks
 
     def fetch(self, dialect, data):
         conversation, _ = self.conversation(dialect)
@@ -4130,62 +4116,26 @@ class AioTools(unittest.TestCase):
 
     def test_fetched_lists(self):
         court = {"name": "A#1", "description": "50% off", "address": "203.0.113.9", "port": 27010}
-        other = {"name": "B", "description": "", "address": "127.0.0.1", "port": 27011}
         text = b"A<num>1#50<percent> off#203.0.113.9#27010#"
         framed = [{"address": "190.123.69.69", "port": 27010},
                   {"address": "37.192.51.67", "port": 27010}]
         packed = zlib.compress(AIO_FRAMED_LIST[4:])
         for dialect, data, servers in (
-                ("text", b"%12#" + text + b"B##127.0.0.1#27011#%", [court, other]),
-                ("text", b"%1#12#%%1#abc12#%%12#" + text + b"%", [court]),  # greeted as the twelfth
+                ("text", b"%1#12#%%1#abc12#%%12#" + text * 2 + b"%", [court] * 2),  # the twelfth
                 ("text", b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%",
                  []),
                 ("text", b"12#%", []), ("framed", AIO_FRAMED_LIST, framed),
                 ("framed", bytes([len(packed), 0, 0, 1]) + packed, framed)):
             self.assertEqual(self.fetch(dialect, data), servers)
         for dialect, data in (
-                ("text", b""), *(("text", b"12#Court#D#203.0.113.9#%s#%%" % port)
-                                 for port in (b"port", b"", b"-1", b"70000", b"123456")),
-                ("text", b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"),
+                *(("text", b"12#Court#D#203.0.113.9#%s#%%" % port)
+                  for port in (b"port", b"", b"-1", b"70000", b"123456")),
+                ("text", b""), ("text", b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"),
                 ("framed", b""), ("framed", AIO_GREETING), ("framed", hexa("00000000")),
                 ("framed", AIO_FRAMED_LIST[:-1]), ("framed", hexa("03000000 020100")),
                 ("framed", hexa("0a000000 020100 05") + b"1.2.3\1")):
             with mock.patch.object(ms, "LIST_SERVERS", 2):
                 self.assertRaises(ms.Malformed, self.fetch, dialect, data)
-
-
-class AioScenario(unittest.TestCase):
-    """Programs of all generations on one running server, over real sockets."""
-
-    def connect(self):
-        sock = socket.create_connection(("127.0.0.1", self.server.port("aio")), SOON_S)
-        self.addCleanup(sock.close)
-        self.assertEqual(sock.recv(5), AIO_GREETING)
-        return sock
-
-    def ask(self, request):
-        """All that a peer gets who sends this and no more, but for the greeting of one who was slow
-        to speak, on a busy machine."""
-        with self.connect() as sock:
-            sock.sendall(request)
-            sock.shutdown(socket.SHUT_WR)
-            return re.sub(rb"^%1#0#%", b"", read_all(sock))
-
-    def test_all_generations_at_once(self):
-        with RunningServer("-v", start=HURRIED, aio__port="0", http__ports="0") as self.server, \
-                FakeServer(lambda query: [AioWorld.answer]) as game:
-            text, binary, framed = self.connect(), self.connect(), self.connect()
-            text.sendall(b"13#Text [1/8]#D#1001#%\n")
-            binary.sendall(b"\x0dBinary\0D\0\0" + hexa("aa0d"))
-            framed.sendall(hexa("03000000 03") + struct.pack("<H", game.port))
-            parts = [b"My server#Fun!#127.0.0.1#%d#" % game.port, b"Text [1/8]#D#127.0.0.1#1001#",
-                     b"Binary#D#127.0.0.1#1002#"]
-            eventually(lambda: self.ask(b"12#%\n") == b"%12#" + b"".join(parts) + b"%")
-            many = self.ask(b"\x0c" * 1000)     # one read; the peer sends no more
-            self.assertEqual(many.count(b"My server"), 1000)
-            for leaving, part in zip((framed, text, binary), parts):
-                leaving.close()
-                eventually(lambda part=part: part not in self.ask(b"12#%\n"))
 
 
 # --- Quake III -----------------------------------------------------------------------------------
