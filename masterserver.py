@@ -7189,7 +7189,7 @@ class Quake3(PolledGame, UdpProtocol):
             if data is None:
                 data = yield Send(question, 2.0)
         servers = []
-        wait_s = LIST_S                 # for all further datagrams together
+        step = Send(wait_s=LIST_S)      # for all further datagrams together
         while data is not None:
             more_servers, is_last = read_quake3_packet(data)
             servers += more_servers
@@ -7197,8 +7197,8 @@ class Quake3(PolledGame, UdpProtocol):
                 return servers
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
-            data = yield Send(wait_s=wait_s)
-            wait_s = None               # the present wait goes on
+            data = yield step
+            step = Send()               # the present wait goes on
         raise TimeoutError("timed out: the end of the list did not come")
 
     # Pages
@@ -7395,7 +7395,7 @@ class Luanti(PolledGame):
     def __init__(self, master=None):
         # The announcements whose address for players is being looked up, by source and port. The
         # limit for look-ups limits their number, too
-        self.being_looked_up = {}
+        self.being_looked_up: Any = {}
         super().__init__(master)
 
     def read(self, settings):
@@ -15128,9 +15128,9 @@ SETTINGS_OPTIONS = (
 )
 JSON_OPTION = option("--json", action="store_true", help="as JSON")
 EXPORTED_GAMES = [room.game for room in GAMES if room.exported]
-# With the usual port of each one's masters
-ANNOUNCED_GAMES = {room.game: "%s %d" % (room.game, room.master_port)
-                   for room in GAMES if room.announced_over}
+ANNOUNCED_GAMES = [room.game for room in GAMES if room.announced_over]
+USUAL_PORTS = ["%s %d" % (room.game, room.master_port)
+               for room in GAMES if room.announced_over in ("udp", "tcp")]
 
 # To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
 # stands for the program without a command
@@ -15182,7 +15182,7 @@ AIO), they are answered here if that UDP port is free.""", (
                help="exit when standard input is closed"),
         option("masters", nargs="+", metavar="MASTER[:PORT]",
                help="default ports: %s, others 27790; for others also https://MASTER[:PORT]"
-                    % ", ".join(ANNOUNCED_GAMES.values())),
+                    % ", ".join(USUAL_PORTS)),
     ), EXIT_STATUSES),
 
     "ping": Command(command_ping, "Query a game server.", (
