@@ -32,7 +32,8 @@ only what stands above it:
 
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes; what else it needs, the program does for it
-(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To add a game, see GAMES in section 10.
+(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To
+add a game, see GAMES in section 10.
 """
 from __future__ import annotations
 
@@ -6749,7 +6750,8 @@ QUAKE3_FIELDS = {
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in that order.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in
+    that order.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
