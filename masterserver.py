@@ -6862,8 +6862,9 @@ class Quake3Entry(NamedTuple):
 def quake3_entry(server):
     gamename = server.details.get("gamename", "")
     address = ipaddress.ip_address(server.address)
-    family, separator = (b"ipv6", b"/") if address.version == 6 else (b"ipv4", b"\\")
-    needs = {family}
+    separator, needs = b"\\", {b"ipv4"}
+    if address.version == 6:
+        separator, needs = b"/", {b"ipv6"}
     # Players of Enemy Territory get empty and full servers even if they do not ask for them
     if gamename != "et":
         if server.players == 0:
@@ -7018,7 +7019,8 @@ class Quake3(PolledGame, UdpProtocol):
         else:
             packets = self.answer_question(command, words, peer, now)
         source, _ = peer[:2]
-        surplus_bytes = sum(map(len, packets)) - len(data)
+        answer_bytes = sum(map(len, packets))
+        surplus_bytes = answer_bytes - len(data)
         if not self.rules.allow_surplus(self.game, source, surplus_bytes, now):
             raise Limited
         return [(packet, peer) for packet in packets]
@@ -7033,8 +7035,8 @@ class Quake3(PolledGame, UdpProtocol):
         gamename = ""                   # a listed server has its gamename in the list
         if target is not None and self.listed_server(target) is not None:
             # However many heartbeats come, a listed server is asked at most once a second
-            is_being_polled = target.asked_at is not None or target.due <= now
-            if is_being_polled and target.missed == MISSED_POLLS_LIMIT - 1:
+            is_last_poll = target.missed == MISSED_POLLS_LIMIT - 1
+            if is_last_poll and (target.asked_at is not None or target.due <= now):
                 return []
             self.poller.poll_now(target, now)
             # The heartbeat may have been a farewell, so a single missed poll removes the server
@@ -7107,7 +7109,8 @@ class Quake3(PolledGame, UdpProtocol):
         # `xonotic, openarena` allows only these two games, `!nexuiz` all others
         first_choice, *_ = self.choices or ("!",)
         is_allowed = game in self.choices or first_choice.startswith("!")
-        if not is_allowed or "!" + game in self.choices or game in self.other_games:
+        is_forbidden = "!" + game in self.choices or game in self.other_games
+        if is_forbidden or not is_allowed:
             raise Refused("game", "%a is not listed here" % gamename)
         if game in self.named_games or game in self.registry.titles:
             return game
@@ -7454,12 +7457,15 @@ class Luanti(PolledGame):
         """Look up the announced address for players. on_address() gets the result."""
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, announcement["name"], target)
+        host = announcement["address"]
+        done = functools.partial(self.on_address, source, port, announcement)
+        # Of several addresses, the one at which the server is listed is preferred
+        listed_address = self.rules.listed_address(source)
         self.master.resolve(
-            announcement["address"],
-            functools.partial(self.on_address, source, port, announcement),
+            host,
+            done,
             source,
-            # Of several addresses, the one at which the server is listed is preferred
-            like=self.rules.listed_address(source))
+            like=listed_address)
         self.being_looked_up[source, port] = announcement
         self.registry.record_outcome(source, self.game, port, "announced", now)
 
@@ -7475,8 +7481,9 @@ class Luanti(PolledGame):
         # address of the other kind
         is_other_kind = (":" in address) != (":" in listed_address)
         is_right = address == listed_address or is_other_kind
+        is_right = is_right or self.rules.believes_claim(source, address)
         try:
-            if not address or not (is_right or self.rules.believes_claim(source, address)):
+            if not address or not is_right:
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
             attributes = luanti_attributes(announcement)
@@ -7853,7 +7860,9 @@ class Ddnet(Game):
             self.master.send(asked.challenge + token + b"\0", (source, port))
             self.registry.record_outcome(source, self.game, port, "challenged", now, str(port))
             return to_json({"status": "need_challenge"})
-        registration = self.registration(server) if server else {"secret": asked.secret}
+        registration = {"secret": asked.secret}
+        if server is not None:
+            registration = self.registration(server)
         if request.body:                # it counts whatever Info-Serial is: it came last
             info = read_ddnet_info(request.body)
             try:
@@ -7868,7 +7877,8 @@ class Ddnet(Game):
         server = self.list_address(asked, server, registration, now)
         if not request.body and not request.close_connection:       # else nothing is repeated
             fingerprint = hash((request.head, request.peer_address))
-            server.private["ddnet_addresses"][text].fingerprint = fingerprint
+            addresses = server.private["ddnet_addresses"]
+            addresses[text].fingerprint = fingerprint
             if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
                 self.registry.forget_fingerprints_of(server)
             if fingerprint not in server.fingerprints:
