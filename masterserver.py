@@ -5393,15 +5393,11 @@ class SubSpace(PolledGame, UdpProtocol):
 
     def announced(self, source, port, fields, now, lifetime=math.inf):
         if port > MAX_ZONE_PORT:
-            raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
-                MAX_ZONE_PORT, port))
+            raise Refused("bad packet", "SubSpace lists ports up to %d only" % MAX_ZONE_PORT)
+        owned = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
+        announcement = {"name": "", **fields, "private": owned}
         address = self.rules.listed_address(source)
         zone = self.registry.get(self.game, address, port)
-        announcement = dict(fields)
-        announcement["private"] = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
-        if not announcement.get("name"):
-            announcement["name"] = endpoint_text(address, port)
-        announcement.pop("players", None)       # the zone's answers tell the players
         self.check_ownership(zone, announcement, now)
         return super().announced(source, port, announcement, now, lifetime)
 
@@ -6350,7 +6346,7 @@ class AioFramed:
         if len(refused) < 2 + int.from_bytes(refused[:2], "little"):
             return ""                   # the rest will come
         reason, _ = split_string16(refused)
-        return decode_utf8(reason)
+        return decode_utf8(reason) or "no reason given"
 
 
 AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
