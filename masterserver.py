@@ -5399,15 +5399,11 @@ class SubSpace(PolledGame, UdpProtocol):
 
     def announced(self, source, port, fields, now):
         if port > MAX_ZONE_PORT:
-            raise Refused("bad packet", "SubSpace lists ports up to %d only; this is %d" % (
-                MAX_ZONE_PORT, port))
+            raise Refused("bad packet", "SubSpace lists ports up to %d only" % MAX_ZONE_PORT)
+        owned = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
+        announcement = {"name": "", **fields, "private": owned}
         address = self.rules.listed_address(source)
         zone = self.registry.get(self.game, address, port)
-        announcement = dict(fields)
-        announcement["private"] = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
-        if not announcement.get("name"):
-            announcement["name"] = endpoint_text(address, port)
-        announcement.pop("players", None)       # the zone's answers tell the players
         self.check_ownership(zone, announcement, now)
         self.query_announced(source, port, announcement, now)
 
@@ -6356,7 +6352,7 @@ class AioFramed:
         if len(refused) < 2 + int.from_bytes(refused[:2], "little"):
             return ""                   # the rest will come
         reason, _ = split_string16(refused)
-        return decode_utf8(reason)
+        return decode_utf8(reason) or "no reason given"
 
 
 AIO_TEXT, AIO_BINARY, AIO_FRAMED = AioText(), AioBinary(), AioFramed()
@@ -6756,7 +6752,8 @@ QUAKE3_FIELDS = {
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in
+    that order.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""

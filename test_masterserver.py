@@ -4093,9 +4093,12 @@ class AioTools(unittest.TestCase):
             self.assertRaisesRegex(ConnectionError, "fallen silent", conversation.send, None)
 
     def test_refused_by_a_frame(self):
-        conversation, _ = self.conversation("framed", self.server())
-        with self.assertRaisesRegex(ms.MasterRefused, "^refused: banned$"):
-            self.steps(conversation, AIO_GREETING + hexa("0a000000 06 03 0600") + b"banned")
+        for frame, words in (
+                (hexa("0a000000 06 03 0600") + b"banned", "^refused: banned$"),
+                (hexa("04000000 06 03 0000"), "^refused: no reason given$")):
+            conversation, _ = self.conversation("framed", self.server())
+            with self.assertRaisesRegex(ms.MasterRefused, words):
+                self.steps(conversation, AIO_GREETING + frame)
 
     def test_queries_on_the_game_port(self):
         room = ms.Aio()
