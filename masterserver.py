@@ -3513,7 +3513,6 @@ class Game:
         """Return the JSON of an error in answer to a request for a route of the room.
 
         Return None if its clients read the same as all others."""
-        return None
 
     def list_own(self, source, port, fields, now, lifetime, address=""):
         """List or refresh a server that has proven its address, and record that for /check.
