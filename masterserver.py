@@ -32,7 +32,8 @@ only what stands above it:
 
 Sections 3 to 10 use no socket, no thread, no clock, and no file except the ini and the database. A
 protocol is given bytes and the time, and returns bytes; what else it needs, the program does for it
-(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To add a game, see GAMES in section 10.
+(class Game). So each protocol is tested with recorded packets and a clock that the test moves. To
+add a game, see GAMES in section 10.
 """
 from __future__ import annotations
 
