@@ -6746,7 +6746,8 @@ QUAKE3_FIELDS = {
 
 
 def read_quake3_info(data):
-    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in that order.
+    r"""Return the challenge in an infoResponse, and a tuple with the values of QUAKE3_FIELDS, in
+    that order.
 
     The values are bytes, or None for a missing one. An infoResponse consists of `\key\value` pairs;
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
