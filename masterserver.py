@@ -2827,8 +2827,8 @@ def restored_server(row, now, wall):
 
 
 def report(health, where, trouble):
-    """Note in `health` of the program that a part of it, `where`, does not work. /healthz shows
-    `trouble`, a sentence, until the caller removes it. The log gets it once."""
+    """Note in MasterServer.health that a part of the program, `where`, does not work. /healthz
+    shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
