@@ -2827,8 +2827,8 @@ def restored_server(row, now, wall):
 
 
 def report(health, where, trouble):
-    """Note in MasterServer.health that a part of the program, `where`, does not work. /healthz shows
-    `trouble`, a sentence, until the caller removes it. The log gets it once."""
+    """Note in MasterServer.health that a part of the program, `where`, does not work. /healthz
+    shows `trouble`, a sentence, until the caller removes it. The log gets it once."""
     if where not in health:
         log.error("trouble with the %s: %s", where, trouble)
     health[where] = trouble
@@ -2990,7 +2990,8 @@ class Session:
     """One TCP connection.
 
     The bytes that a method returns are sent to the peer, those of each call in one piece. If a
-    method raises Malformed, the connection is closed."""
+    method raises Malformed, Refused or Limited, the connection is closed, and that is counted or
+    recorded for /check."""
 
     # The id of the game for /check, "" if it has none
     game = ""
@@ -3097,7 +3098,7 @@ class Form:
     def __init__(self, layout, names, texts=NO_DETAILS, encoding="utf-8", **fixed):
         self.struct = struct.Struct(layout)
         self.size = self.struct.size
-        self.fields = collections.namedtuple("fields", names)
+        self.fields: Any = collections.namedtuple("fields", names)      # type: ignore[misc]
         self.texts = texts
         self.encoding = encoding
         self.fixed = fixed
@@ -3293,7 +3294,7 @@ def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
 JSON_VALUE_CHARACTERS = 1 << 17
 JSON_DECODER = json.JSONDecoder()
 # More blanks in a row are an error, because one call that skips megabytes takes too long
-JSON_BLANKS = re.compile(r"[ \t\r\n]{0,1000}")
+JSON_BLANKS: Any = re.compile(r"[ \t\r\n]{0,1000}")
 
 
 def json_array(text, name):
@@ -3375,11 +3376,11 @@ RETRY_MAX_S = 60.0                  # the longest pause after failures
 
 
 class Game:
-    """What a room says of its game, and the defaults. The tools make a room without a master.
+    """What a room says of its game, and the defaults. The tools make a room without a program.
 
     A room is announced to, queries and lists its servers; the other sections ask it for nothing
-    but what stands here. `master` is the program: its attributes settings, registry and poller, and
-    its functions
+    but what stands here. Of `program`, the MasterServer, it uses the attributes settings, registry
+    and poller, and the functions
 
     resolve(host, done, source, like="")   Look up the address of a host name in another thread, and
                 call done(address, now) in the event loop; the address is "" if there is none.
@@ -3411,25 +3412,25 @@ class Game:
     dialects: Tuple[str, ...] = ()              # of announce() and fetch(), the one to query last
     dialect = ""                                # what they speak; the caller sets it
     epoch = 0.0                                 # wall clock minus monotonic clock; the program sets
-    answer: Optional[Callable[..., bytes]] = None   # (server, data): what we tell a master's query
+    answer: Any = None      # a function of (server, data): what we tell a master's query
     offset = 0                                  # from the players' port to the one that is queried
     fetched_over = ""                           # what fetch() speaks; "": no list can be fetched
     list_options: Tuple[ListOption, ...] = ()   # what fetch() has to be told
     answers_queries = False                     # whether its servers answer question()
     exported = ""                               # the list that `export` writes
 
-    def __init__(self, master=None):
+    def __init__(self, program=None):
         """lists() and read() are called here. What they need is set before that."""
-        self.master = master
+        self.program = program
         self.rendered_lists: Dict[str, RenderedList] = {}
-        if master:
-            self.registry = master.registry
-            self.rules = master.registry.rules
-            self.poller = master.poller
+        if program:
+            self.registry = program.registry
+            self.rules = program.registry.rules
+            self.poller = program.poller
             game = "" if self.titles else self.game     # a family's servers are of several games
             for name, chosen in self.lists().items():
                 self.rendered_lists[name] = RenderedList(self.registry, game, chosen.render)
-            self.read(master.settings)
+            self.read(program.settings)
 
     def read(self, settings):
         """Read the settings, at the start and after a reload."""
@@ -3512,7 +3513,6 @@ class Game:
         """Return the JSON of an error in answer to a request for a route of the room.
 
         Return None if its clients read the same as all others."""
-        return None
 
     def list_own(self, source, port, fields, now, lifetime, address=""):
         """List or refresh a server that has proven its address, and record that for /check.
@@ -3580,7 +3580,9 @@ class Game:
         return json.dumps(fields).encode()
 
     def farewell(self, server):
-        """Return the body of the last POST /announce. Only games that announce by HTTP have one."""
+        """Return what a master is sent last, or b""."""
+        if self.announced_over != "http":
+            return b""
         return self.announcement(server, action="stop")
 
     def default_dialect(self, fields):
@@ -4002,13 +4004,13 @@ class PolledGame(Game):
     # For how long an answer lists a server. None: as long as its last announcement says
     answer_lifetime_s: Optional[float] = math.inf
 
-    def __init__(self, master=None):
+    def __init__(self, program=None):
         # The address of each host that the ini names, "" if the host has none
         self.addresses = {}
         self.hosts_being_resolved = set()
         self.resolve_at = -math.inf     # when all hosts are looked up again
-        super().__init__(master)
-        if master:
+        super().__init__(program)
+        if program:
             self.poller.rooms.append(self)
 
     def read(self, settings):
@@ -4046,7 +4048,10 @@ class PolledGame(Game):
 
     # How a server becomes a target
 
-    def announced(self, source, port, fields, now, lifetime=math.inf):
+    def announced(self, source, port, fields, now):
+        self.query_announced(source, port, fields, now)
+
+    def query_announced(self, source, port, fields, now, lifetime=math.inf):
         """Query a server that has announced itself. Its answer lists it for `lifetime` seconds.
 
         `fields` are attributes of Server that its answer lacks. Raise Refused if the server may not
@@ -4168,7 +4173,7 @@ class PolledGame(Game):
                 else:
                     self.hosts_being_resolved.add(host)
                     done = functools.partial(self.on_host_resolved, host)
-                    self.master.resolve(host, done, source="")
+                    self.program.resolve(host, done, source="")
         named = self.named_endpoints()
         for address, port in named:
             target = self.poller.find(self, address, port)
@@ -4499,16 +4504,16 @@ class Iceball(Game, UdpProtocol):
     # A game server that is started again sends the same from another port
     repeated_from = "address"
 
-    def __init__(self, master=None):
-        super().__init__(master)
+    def __init__(self, program=None):
+        super().__init__(program)
         self.cookie = Cookie(os.urandom(16))
         self.rejection_limiter = Limiter(ICEBALL_REJECTIONS)
         # The servers by the address and UDP port that they sent from; see is_sender()
         self.senders = {}
         self.prove_at = -math.inf       # when all servers have to prove their addresses again
         self.draft = IceballDraft(self)
-        if master:
-            self.timeout = master.settings["iceball.timeout"]
+        if program:
+            self.timeout = program.settings["iceball.timeout"]
 
     def read(self, settings):
         self.version = settings["iceball.version"]
@@ -5075,7 +5080,7 @@ class Hyperbol(PolledGame, TcpProtocol):
     def announced(self, source, port, fields, now):
         """Query a server that has announced itself by HTTP. What it says of itself is ignored,
         because its answer says that as well."""
-        super().announced(source, port, NO_DETAILS, now)
+        self.query_announced(source, port, NO_DETAILS, now)
 
     # Its lists
 
@@ -5148,7 +5153,7 @@ def is_official_hyperbol(server):
 
 def hyperbol_xml_entry(server):
     """Return a server's element in /servers.xml. It may be a server of another game."""
-    values = {}
+    values: Dict[str, Any] = {}
     for name in HYPERBOL_XML_ATTRIBUTES:
         text = str(getattr(server, name))
         values[name] = html.escape(text)
@@ -5267,8 +5272,8 @@ class SubSpace(PolledGame, UdpProtocol):
     # Announcements say how long a zone stays listed, and its answers do not
     answer_lifetime_s = None
 
-    def __init__(self, master=None):
-        super().__init__(master)
+    def __init__(self, program=None):
+        super().__init__(program)
         self.cookie = Cookie(os.urandom(16), PING_SHORT.size)
         # Announcements whose zones have not answered a ping yet, by the zone's address and port
         self.waiting = Turns(MAX_WAITING_ANNOUNCEMENTS)
@@ -5391,7 +5396,7 @@ class SubSpace(PolledGame, UdpProtocol):
         # A poll that is under way starts again, because it may have begun before the zone did
         self.poller.poll_now(target, now)
 
-    def announced(self, source, port, fields, now, lifetime=math.inf):
+    def announced(self, source, port, fields, now):
         if port > MAX_ZONE_PORT:
             raise Refused("bad packet", "SubSpace lists ports up to %d only" % MAX_ZONE_PORT)
         owned = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
@@ -5399,7 +5404,7 @@ class SubSpace(PolledGame, UdpProtocol):
         address = self.rules.listed_address(source)
         zone = self.registry.get(self.game, address, port)
         self.check_ownership(zone, announcement, now)
-        return super().announced(source, port, announcement, now, lifetime)
+        self.query_announced(source, port, announcement, now)
 
     # Ownership
 
@@ -6530,9 +6535,9 @@ class Aio(PolledGame, TcpProtocol):
     answer_lifetime_s = None            # the connection decides when a server leaves
     answer_numbers = Form("<I I H", "players max_players version")
 
-    def __init__(self, master=None):
+    def __init__(self, program=None):
         self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
-        super().__init__(master)
+        super().__init__(program)
 
     def read(self, settings):
         super().read(settings)
@@ -6599,7 +6604,7 @@ class Aio(PolledGame, TcpProtocol):
             "max_players": clamp(answer.max_players),
             "version": str(answer.version),
         }
-        if self.master:
+        if self.program:
             # A connected server does not leave because of a name that somebody may have forged
             self.registry.check_rules(target.address, target.address, target.port, fields["name"])
         return fields
@@ -6770,7 +6775,7 @@ def quake3_attributes(values, otherwise):
 
     If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
     Malformed if that is "" too, or if a value is wrong."""
-    info = {}
+    info: Dict[bytes, Any] = {}
     for key, value in zip(QUAKE3_FIELDS, values):
         text, pattern = QUAKE3_FIELDS[key]
         if value is not None and len(value) <= 255:
@@ -6978,8 +6983,8 @@ class Quake3(PolledGame, UdpProtocol):
     timeout_s = 1.0
     attempts = 3
 
-    def __init__(self, master=None):
-        super().__init__(master)
+    def __init__(self, program=None):
+        super().__init__(program)
         # A MAC has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat.
         # At 50,000 guesses a second it would still take 180 years to guess one. It is valid for at
         # least 2 s, and at most twice as long
@@ -7102,7 +7107,7 @@ class Quake3(PolledGame, UdpProtocol):
         if challenge != b"%08x" % target.nonce:
             raise Malformed("challenge: not that of the open query")
         # `ping` shows what the server says, even if nothing tells its game
-        otherwise = self.listed_gamename(target) if self.master else "Quake3Arena"
+        otherwise = self.listed_gamename(target) if self.program else "Quake3Arena"
         return quake3_attributes(values, otherwise)
 
     def admitted_game(self, source, fields):
@@ -7180,7 +7185,7 @@ class Quake3(PolledGame, UdpProtocol):
             if data is None:
                 data = yield Send(question, 2.0)
         servers = []
-        wait_s = LIST_S                 # for all further datagrams together
+        step = Send(wait_s=LIST_S)      # for all further datagrams together
         while data is not None:
             more_servers, is_last = read_quake3_packet(data)
             servers += more_servers
@@ -7188,8 +7193,8 @@ class Quake3(PolledGame, UdpProtocol):
                 return servers
             if len(servers) > LIST_SERVERS:
                 raise Malformed("more than %d servers" % LIST_SERVERS)
-            data = yield Send(wait_s=wait_s)
-            wait_s = None
+            data = yield step
+            step = Send()               # the present wait goes on
         raise TimeoutError("timed out: the end of the list did not come")
 
     # Pages
@@ -7383,11 +7388,11 @@ class Luanti(PolledGame):
     fetched_over = "http"
     answer_lifetime_s = None            # its last announcement says how long it stays
 
-    def __init__(self, master=None):
+    def __init__(self, program=None):
         # The announcements whose address for players is being looked up, by source and port. The
         # limit for look-ups limits their number, too
-        self.being_looked_up = {}
-        super().__init__(master)
+        self.being_looked_up: Any = {}
+        super().__init__(program)
 
     def read(self, settings):
         super().read(settings)
@@ -7431,7 +7436,7 @@ class Luanti(PolledGame):
             self.look_up(source, port, announcement, now)
         else:
             attributes = luanti_attributes(announcement)
-            super().announced(source, port, attributes, now, self.timeout)
+            self.query_announced(source, port, attributes, now, self.timeout)
         if last_outcome and last_outcome.outcome in ("silent", "address"):
             text = ("Request has been filed. So far it was not listed: %s. The page /check tells "
                     "what to do.\n" % last_outcome.detail)
@@ -7463,7 +7468,7 @@ class Luanti(PolledGame):
         done = functools.partial(self.on_address, source, port, announcement)
         # Of several addresses, the one at which the server is listed is preferred
         listed_address = self.rules.listed_address(source)
-        self.master.resolve(
+        self.program.resolve(
             host,
             done,
             source,
@@ -7489,7 +7494,7 @@ class Luanti(PolledGame):
                 raise Refused("address", "%s leads to %s, not to %s" % (
                     announcement["address"], address or "no address", listed_address))
             attributes = luanti_attributes(announcement)
-            super().announced(source, port, attributes, now, self.timeout)
+            self.query_announced(source, port, attributes, now, self.timeout)
         except Refused as refused:
             self.registry.record_outcome(
                 source, self.game, port, refused.outcome, now, str(refused))
@@ -7824,8 +7829,8 @@ class Ddnet(Game):
     announced_over = ""
     fetched_over = "http"
 
-    def __init__(self, master=None):
-        super().__init__(master)
+    def __init__(self, program=None):
+        super().__init__(program)
         # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
         # good for two minutes at least, and for four at most
         self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
@@ -7859,7 +7864,7 @@ class Ddnet(Game):
         message = ("%s %s %s" % (source, text, asked.secret)).encode()
         if not self.cookie.is_valid(asked.token, message, now):
             token = self.cookie.make(message, now).hex().encode()
-            self.master.send(asked.challenge + token + b"\0", (source, port))
+            self.program.send(asked.challenge + token + b"\0", (source, port))
             self.registry.record_outcome(source, self.game, port, "challenged", now, str(port))
             return to_json({"status": "need_challenge"})
         registration = {"secret": asked.secret}
@@ -10121,11 +10126,11 @@ class Web(TcpProtocol):
 
     speaks_first = False
 
-    def __init__(self, core):
-        self.core = core
-        self.settings = core.settings
-        self.registry = core.registry
-        self.rules = core.registry.rules
+    def __init__(self, program):
+        self.program = program
+        self.settings = program.settings
+        self.registry = program.registry
+        self.rules = program.registry.rules
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
         # By the bytes of a request, the response to it: the head, with the body if that is short; a
         # long body; whether the connection ends; the key in request_counts
@@ -10134,11 +10139,11 @@ class Web(TcpProtocol):
         # The responses with whole lists by (route, game)
         self.lists: Dict[Tuple[str, str], HttpResponse] = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
-        self.hourly_players = core.hourly_players()
+        self.hourly_players = program.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
-        self.rooms = core.rooms
+        self.rooms = program.rooms
         self.routes = dict(ROUTES)
-        for room in core.rooms.values():
+        for room in program.rooms.values():
             for path, route in room.routes.items():
                 get = functools.partial(get_list, room, route)
                 self.routes[path] = WebRoute(GET, get, room)
@@ -10147,7 +10152,7 @@ class Web(TcpProtocol):
                 methods = POST if method == "POST" else GET
                 ask = functools.partial(ask_room, room, getattr(room, name))
                 self.routes[path] = WebRoute(methods, ask, room)
-        self.read(core.settings)
+        self.read(program.settings)
 
     def session(self, address, now):
         return HttpSession(self, address, now)
@@ -10174,7 +10179,7 @@ class Web(TcpProtocol):
                 self.announced[room.game] = room
         for game, title in settings["games"].items():
             titles[game] = title
-            self.announced[game] = OwnGame(self.core, game)
+            self.announced[game] = OwnGame(self.program, game)
         self.look = PageContext(
             settings["http.title"],
             settings["http.intro"],
@@ -10196,7 +10201,7 @@ class Web(TcpProtocol):
         If the hourly player counts have changed, the rows with their sparklines are rendered again
         too."""
         self.forget_responses()
-        hourly_players = self.core.hourly_players()
+        hourly_players = self.program.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
             self.registry.forget_entries()
@@ -10534,7 +10539,7 @@ def get_page(web, request):
         if list_filter == ListFilter(game):     # the result of a search has no history
             day = day_total(web.hourly_players, [game] if game else counts)
         host = web.settings["server.public_address"] or "THIS-HOST"
-        contacts = contact_lines(web.rooms, web.core.listeners, host, web.settings)
+        contacts = contact_lines(web.rooms, web.program.listeners, host, web.settings)
         countries = web.registry.count_countries(game)
         rows = render_rows(
             look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, request.wall)
@@ -10567,7 +10572,7 @@ def get_server(web, request):
     """Return the page of one server. One that has left the list has a page, too, if the database
     remembers it."""
     key, span = query_history(request)
-    database = web.core.database
+    database = web.program.database
 
     def job():
         return database.known(*key), database.history(*key, span, request.wall)
@@ -10603,7 +10608,7 @@ def get_banner(web, request):
     text instead."""
     key, _ = query_history(request)
     server = web.registry.get(*key)
-    database = web.core.database
+    database = web.program.database
 
     def respond(remembered):
         game, address, port = key
@@ -10645,7 +10650,7 @@ def get_banner(web, request):
 def get_history_json(web, request):
     key, span = query_history(request)
     game, address, port = key
-    database = web.core.database
+    database = web.program.database
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
 
@@ -10689,9 +10694,9 @@ class OwnGame(Game):
 
     Its servers announce themselves by POST /announce, and are listed at once."""
 
-    def __init__(self, master, game):
+    def __init__(self, program, game):
         self.game = game
-        super().__init__(master)
+        super().__init__(program)
 
     def announced(self, source, port, fields, now):
         address = self.rules.listed_address(source)
@@ -11046,10 +11051,10 @@ METRICS = {
 
 def get_metrics(web, request):
     """Return all metrics, in the text format of Prometheus, version 0.0.4."""
-    core = web.core
+    program = web.program
     # By the name of the metric, and by its labels, such as '{game="aio"}'; "" for no labels
     values: Any = collections.defaultdict(dict)
-    for protocol, tally in core.tallies.items():
+    for protocol, tally in program.tallies.items():
         for field, value in vars(tally).items():
             values[field + "_total"]['{protocol="%s"}' % protocol] = value
     for game, census in web.registry.census(request.now).items():
@@ -11057,18 +11062,18 @@ def get_metrics(web, request):
             values[field]['{game="%s"}' % game] = value
     for (route, status), value in web.request_counts.items():
         values["http_requests_total"]['{route="%s",status="%d"}' % (route, status)] = value
-    for where in core.health:
+    for where in program.health:
         values["trouble"]['{where="%s"}' % where] = 1
-    for name, value in core.gauges.items():
+    for name, value in program.gauges.items():
         values[name][""] = value
     values["generation"][""] = web.registry.generation
-    for name, value in core.cluster.items():
+    for name, value in program.cluster.items():
         if isinstance(value, dict):             # servers by master
             for master, count in value.items():
                 values["cluster_" + name]['{master="%s"}' % master] = count
         else:
             values["cluster_" + name][""] = float(value)
-    for label, state in core.upstream.items():
+    for label, state in program.upstream.items():
         labels = '{list="%s"}' % label
         values["upstream_addresses"][labels] = state.addresses
         values["upstream_listed"][labels] = state.listed
@@ -11090,14 +11095,14 @@ def get_healthz(web, request):
 
     The status of the response is always 200, because the master is able to answer; `trouble` names
     the parts that do not work."""
-    health = web.core.health
+    health = web.program.health
     body = to_json({
         "status": "trouble" if health else "ok",
         "trouble": dict(health),
         "servers": web.registry.total,
         "version": __version__,
-        "cluster": web.core.cluster,
-        "upstream": {label: state._asdict() for label, state in web.core.upstream.items()},
+        "cluster": web.program.cluster,
+        "upstream": {label: state._asdict() for label, state in web.program.upstream.items()},
     })
     return HttpResponse(body + b"\n", JSON_TYPE)
 
@@ -11527,7 +11532,7 @@ class TcpConnection:
         """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
         TlsSocket, from `address`."""
         self.listener = listener
-        self.master_server = listener.master_server
+        self.program = listener.program
         self.tally = listener.tally
         self.sock = sock
         self.address = address
@@ -11538,7 +11543,7 @@ class TcpConnection:
         """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
         if events == self.events:
             return
-        selector = self.master_server.selector
+        selector = self.program.selector
         if self.events != NO_EVENTS:
             selector.unregister(self.sock)
         if events != NO_EVENTS:
@@ -11569,7 +11574,7 @@ class TcpConnection:
         elif data:
             self.tally.received += 1
             self.tally.bytes_in += len(data)
-            self.master_server.connections.move_to_end(self)
+            self.program.connections.move_to_end(self)
             self.answer(now, self.session.receive, data)
         else:
             self.answer(now, self.session.ended)
@@ -11588,9 +11593,16 @@ class TcpConnection:
                 if session.done or not session.buffer:
                     break
                 data = session.receive(b"", now)
+        except Limited:
+            self.tally.limited += 1
+            session.done = True
+        except Refused as refused:
+            self.program.registry.record_outcome(
+                self.address, session.game, refused.port, refused.outcome, now, str(refused))
+            session.done = True
         except Exception as error:
             if isinstance(error, Malformed) and session.game:
-                self.master_server.registry.record_outcome(
+                self.program.registry.record_outcome(
                     self.address, session.game, 0, "bad packet", now, str(error))
             log_failure(error, self.tally, self.address, self.listener.name, session.buffer)
             session.done = True
@@ -11605,7 +11617,7 @@ class TcpConnection:
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
-            self.master_server.disk.submit(session.job, self.resume)
+            self.program.disk.submit(session.job, self.resume)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11632,7 +11644,7 @@ class TcpConnection:
             self.deadline = now + OUTPUT_TOTAL_S
         elif sent:
             # A peer that reads slowly is not idle
-            self.master_server.connections.move_to_end(self)
+            self.program.connections.move_to_end(self)
         # A view and not a copy: many connections may wait to send the same large answer
         self.unsent = memoryview(data)[sent:]
         return False
@@ -11675,9 +11687,9 @@ class TcpConnection:
         # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
-        del self.master_server.connections[self]
-        self.master_server.connections_by_source.take(self.address, -1)
-        self.master_server.guarded(self.session.closed, now)
+        del self.program.connections[self]
+        self.program.connections_by_source.take(self.address, -1)
+        self.program.guarded(self.session.closed, now)
 
 
 class NotTls(Exception):
@@ -11820,8 +11832,8 @@ class TcpListener:
 
     is_paused = False                   # True until the next tick after descriptors ran out
 
-    def __init__(self, master_server, name, sock, protocol, tally, uses_tls=False):
-        self.master_server = master_server
+    def __init__(self, program, name, sock, protocol, tally, uses_tls=False):
+        self.program = program
         self.name = name                # the protocol's, for the log
         self.sock = sock
         self.protocol = protocol
@@ -11829,7 +11841,7 @@ class TcpListener:
         self.uses_tls = uses_tls
 
     def on_readable(self, now):
-        health = self.master_server.health
+        health = self.program.health
         for _ in range(64):                     # then the others have their turn
             try:
                 sock, peer = self.sock.accept()
@@ -11840,7 +11852,7 @@ class TcpListener:
                     report(health, "descriptors", error.strerror)
                     # Waiting connections stay in the backlog until the next tick. The selector
                     # would report them again at once, in an endless loop
-                    self.master_server.selector.unregister(self.sock)
+                    self.program.selector.unregister(self.sock)
                     self.is_paused = True
                     return
                 # The peer has closed this connection already
@@ -11857,20 +11869,20 @@ class TcpListener:
 
     def tick(self, now):
         if self.is_paused:
-            self.master_server.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
+            self.program.selector.register(self.sock, selectors.EVENT_READ, self.on_readable)
             self.is_paused = False
 
     def accept(self, sock, address, now):
         """Start a session on a connection that was just accepted. One over a limit gets the
         protocol's refusal as its session, which says so and ends. A blocked address gets no answer.
         """
-        master_server, protocol = self.master_server, self.protocol
+        program, protocol = self.program, self.protocol
         is_refused = self.is_over_limit(address, now)           # as a blocked address always is
         if is_refused:
             self.tally.limited += 1
             # By TLS, a refusal in words would cost a handshake, which takes longer than most
             # requests
-            if self.uses_tls or address in master_server.rules.blocked:
+            if self.uses_tls or address in program.rules.blocked:
                 sock.close()
                 return
             session = protocol.refusal(address, now)
@@ -11878,17 +11890,17 @@ class TcpListener:
             self.tally.connections += 1
             session = protocol.session(address, now)
 
-        max_connections = min(master_server.settings["limits.connections_total"],
-                              master_server.max_descriptors - DESCRIPTORS_KEPT)
-        while len(master_server.connections) >= max(1, max_connections):
+        max_connections = min(program.settings["limits.connections_total"],
+                              program.max_descriptors - DESCRIPTORS_KEPT)
+        while len(program.connections) >= max(1, max_connections):
             self.close_least_needed(now)
         sock.setblocking(False)
         if self.uses_tls:
-            sock = TlsSocket(sock, master_server.certificate.context)
+            sock = TlsSocket(sock, program.certificate.context)
             session.encrypted()
         connection = TcpConnection(self, sock, address, session)
-        master_server.connections[connection] = None
-        master_server.connections_by_source.take(address)
+        program.connections[connection] = None
+        program.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.answer(now, session.opened)
         else:
@@ -11898,10 +11910,10 @@ class TcpListener:
     def is_over_limit(self, address, now):
         """Has this source too many open connections, or opens it them too fast? The call counts as
         an attempt to open one."""
-        master_server = self.master_server
-        rules = master_server.rules
-        max_open = master_server.settings["limits.connections_open"]
-        has_too_many = master_server.connections_by_source.full(address, max_open)
+        program = self.program
+        rules = program.rules
+        max_open = program.settings["limits.connections_open"]
+        has_too_many = program.connections_by_source.full(address, max_open)
         if has_too_many and not rules.exempts(address):
             return True
         return not rules.connection_limiter.allow(address, now)
@@ -11909,7 +11921,7 @@ class TcpListener:
     def close_least_needed(self, now):
         """Close a connection: one that has had its whole answer, or else the one that has been idle
         for longest. Connections of game servers that publish themselves are the last choice."""
-        connections = self.master_server.connections    # the one idle for longest comes first
+        connections = self.program.connections    # the one idle for longest comes first
         answered = (connection for connection in connections
                     if connection.session.done and not connection.unsent)
         clients = (connection for connection in connections if not connection.session.kept)
@@ -13032,16 +13044,16 @@ class Cluster:
     # Since when another process has held this master's name; None if none does
     name_taken_since: Optional[float] = None
 
-    def __init__(self, master_server):
+    def __init__(self, program):
         """Join a MasterServer: its registry, its news and its protocols.
 
         Then let the thread connect to the engine that the settings name."""
-        settings = master_server.settings
-        self.master_server = master_server
-        self.registry = master_server.registry
-        self.name = settings["cluster.name"] or default_master_name(master_server.database)
+        settings = program.settings
+        self.program = program
+        self.registry = program.registry
+        self.name = settings["cluster.name"] or default_master_name(program.database)
         self.registry.master = self.name
-        self.tally = master_server.tallies.setdefault("cluster", Tally())
+        self.tally = program.tallies.setdefault("cluster", Tally())
         self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
                                self.tally)
         # Our servers that the next exchange has to send, by key; None for a server that has left
@@ -13052,10 +13064,10 @@ class Cluster:
         self.remote_servers = collections.defaultdict(dict)
         self.heard_at = {}                      # when each other master was last heard
         self.without_room = {}                  # keys of remote servers that the list cannot hold
-        self.thread = WorkerThread("cluster", master_server.post)
-        master_server.news.sends = self.sends_news
-        master_server.news.follows = self.follows
-        master_server.protocols.append(self)
+        self.thread = WorkerThread("cluster", program.post)
+        program.news.sends = self.sends_news
+        program.news.follows = self.follows
+        program.protocols.append(self)
         self.start_exchange(time.monotonic())
 
     def close(self):
@@ -13083,7 +13095,7 @@ class Cluster:
         records = self.pending_records(epoch=time.time() - now)
         # If the exchange fails, nothing is lost: the next link begins with the whole list
         self.pending = {}
-        has_webhooks = bool(self.master_server.news.hooks)
+        has_webhooks = bool(self.program.news.hooks)
         exchange = functools.partial(self.logs.exchange, records, begins_log, has_webhooks)
         self.thread.submit(exchange, self.on_exchange_end)
 
@@ -13126,7 +13138,7 @@ class Cluster:
             for update in result:
                 self.remember_update(update, now)
             # The news are told of it before a master that was away counts as followed
-            self.master_server.tell_changes()
+            self.program.tell_changes()
             self.exchanged_at = now
             self.masters_with_lease = {update.master: update.has_webhooks for update in result}
         self.start_exchange(now)
@@ -13136,7 +13148,7 @@ class Cluster:
 
         NameTaken is reported only if it lasts longer than a lease, because the lease may belong to
         an earlier process of this master that was killed."""
-        health = self.master_server.health
+        health = self.program.health
         if not isinstance(error, NameTaken):
             self.name_taken_since = None
             report(health, "cluster", ascii(error_text(error)))
@@ -13154,7 +13166,7 @@ class Cluster:
         if not self.linked_at:
             self.linked_at = now
             self.tally.connections += 1
-            self.master_server.health.pop("cluster", None)
+            self.program.health.pop("cluster", None)
             log.info("linked to the other masters as %s", self.name)
 
     # Other masters' servers
@@ -13298,7 +13310,7 @@ class Cluster:
         self.list_those_without_room()
         server_counts = self.keep_remote_servers(now)
         own_servers = server_counts[self.name]
-        self.master_server.cluster.update(
+        self.program.cluster.update(
             connected=self.linked_at > 0,
             servers=dict(server_counts),
             lag_seconds=round(now - self.exchanged_at, 1),
@@ -13608,17 +13620,17 @@ class Upstreams:
     A thread makes the fetches, because they block. Everything else is done in the event loop, which
     treats this object like a protocol."""
 
-    def __init__(self, master_server):
-        self.master_server = master_server
-        self.settings = master_server.settings
-        self.registry = master_server.registry
-        self.poller = master_server.poller
-        self.rooms = master_server.rooms
+    def __init__(self, program):
+        self.program = program
+        self.settings = program.settings
+        self.registry = program.registry
+        self.poller = program.poller
+        self.rooms = program.rooms
         self.lists: List[UpstreamList] = []
         self.is_fetching = False
-        self.thread = WorkerThread("upstream", master_server.post)
+        self.thread = WorkerThread("upstream", program.post)
         # Before the poller, whose tick then queries the servers that this one's tick has named
-        master_server.protocols.insert(0, self)
+        program.protocols.insert(0, self)
         self.read(self.settings)
 
     def read(self, settings):
@@ -13653,7 +13665,7 @@ class Upstreams:
             for server in self.registry.servers():
                 if server.found_at and not server.master:
                     listed[server.room, server.found_at] += 1
-        state = self.master_server.upstream
+        state = self.program.upstream
         state.clear()
         for upstream_list in self.lists:
             upstream = upstream_list.upstream
@@ -14474,11 +14486,18 @@ class Announcement:
             endpoint = master.address, master.port
             with socket.create_connection(endpoint, CONNECT_S) as sock:
                 converse(conversation, sock, master.on_step, self.is_over)
+                self.sign_off(sock)
         else:
             ends = time.monotonic() + RESOLVE_S
             with udp_socket(master.address, master.port) as sock:
                 converse(conversation, sock, master.on_step,
                          lambda: self.stopping or time.monotonic() >= ends)
+                self.sign_off(sock)
+
+    def sign_off(self, sock):
+        farewell = self.room.farewell(self.server)
+        if self.stopping and farewell:
+            sock.sendall(farewell)
 
     def open_query_socket(self):
         """Return a socket on the UDP port on which masters query the game server.
@@ -14736,17 +14755,17 @@ def command_serve(arguments):
         return load_settings(arguments)
 
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
-    master_server = MasterServer(settings, reload=reload)
-    on_signals(lambda: master_server.post(master_server.reload), "SIGHUP")
-    on_signals(master_server.stop, *STOP_SIGNALS)
+    program = MasterServer(settings, reload=reload)
+    on_signals(lambda: program.post(program.reload), "SIGHUP")
+    on_signals(program.stop, *STOP_SIGNALS)
     try:
-        serve(master_server, arguments)
+        serve(program, arguments)
     except StartError as error:
         if settings["server.log_file"]:         # a scheduled task may have no standard error
             log.error("%s", error)
         raise
     finally:
-        master_server.close()
+        program.close()
     log.info("stopped")
     return EXIT_OK
 
@@ -14764,43 +14783,43 @@ def load_settings(arguments):
                          missing_ok=not arguments.config)
 
 
-def serve(master_server, arguments):
+def serve(program, arguments):
     """Open the ports, log where the master listens, and run until it is stopped."""
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
         # By default Python looks for reference cycles after every 700 new objects (2,000 from 3.13
         # on). Listed servers have no cycles, and with fewer searches they are listed 4 % faster
         gc.set_threshold(10_000, 20, 20)
-    master_server.bind()
+    program.bind()
     if arguments.ready_file:
         # The poller's port is left out, because other programs only answer it
-        listeners = [listener._asdict() for listener in master_server.listeners
+        listeners = [listener._asdict() for listener in program.listeners
                      if listener.protocol != "poll"]
         ready = json.dumps({"pid": os.getpid(), "listeners": listeners}) + "\n"
         with failing_with(EXIT_FAILED, "the ready file cannot be written", OSError):
             write_file(arguments.ready_file, ready.encode())
-    for line in first_contact(master_server):
+    for line in first_contact(program):
         log.info("%s", line)
-    for line in master_server.settings.warnings:
+    for line in program.settings.warnings:
         log.warning("%s", line)
     if arguments.exit_with_stdin:
-        read_stdin(lambda line: None, master_server.stop)
-    master_server.run()
+        read_stdin(lambda line: None, program.stop)
+    program.run()
 
 
-def first_contact(master_server):
+def first_contact(program):
     """Return the lines that the log begins with: the open ports, the lines for game servers'
     settings, and the address of the page."""
-    settings = master_server.settings
+    settings = program.settings
     host = settings["server.public_address"] or own_address() or "localhost"
     listeners = {}                              # a port may be open at several addresses
     pages = []
-    for protocol, transport, _, port in master_server.listeners:
+    for protocol, transport, _, port in program.listeners:
         listeners["%s on %s %d" % (protocol, transport.upper(), port)] = None
         if protocol in WEB_PORTS:
             pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
     for _, reader, contact in contact_lines(
-            master_server.rooms, master_server.listeners, host, settings):
+            program.rooms, program.listeners, host, settings):
         lines.append("%s: %s" % (reader, contact))
     return lines + pages[:1]
 
@@ -14818,13 +14837,13 @@ def check_settings(settings):
     # The trial must not change the database, and other masters must not notice it
     settings.values.update({
         "server.database": "", "cluster.redis": None, "upstream.masters": ()})
-    master_server = MasterServer(settings)
+    program = MasterServer(settings)
     try:
-        master_server.bind()
+        program.bind()
     finally:
-        master_server.close()
-    if master_server.rules.country_file:
-        say("[http] countries: " + country_file_text(master_server.rules.country_file))
+        program.close()
+    if program.rules.country_file:
+        say("[http] countries: " + country_file_text(program.rules.country_file))
     say("The server can start with these settings.")
     return EXIT_OK
 
@@ -15105,6 +15124,9 @@ SETTINGS_OPTIONS = (
 )
 JSON_OPTION = option("--json", action="store_true", help="as JSON")
 EXPORTED_GAMES = [room.game for room in GAMES if room.exported]
+ANNOUNCED_GAMES = [room.game for room in GAMES if room.announced_over]
+USUAL_PORTS = ["%s %d" % (room.game, room.master_port)
+               for room in GAMES if room.announced_over in ("udp", "tcp")]
 
 # To add a command, write a function command_NAME(arguments), and add its entry here. The empty name
 # stands for the program without a command
@@ -15135,7 +15157,7 @@ commands, each with a --help of its own:
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
 Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
 AIO), they are answered here if that UDP port is free.""", (
-        option("--game", required=True, metavar="iceball|subspace|aio|hyperbol|NAME",
+        option("--game", required=True, metavar="|".join(ANNOUNCED_GAMES) + "|NAME",
                help="any other NAME that the masters list is announced by HTTP"),
         option("--port", required=True, type=int, help="where players find the game server"),
         option("--players", type=int, help="how many there are now"),
@@ -15155,8 +15177,8 @@ AIO), they are answered here if that UDP port is free.""", (
         option("--exit-with-stdin", action="store_true",
                help="exit when standard input is closed"),
         option("masters", nargs="+", metavar="MASTER[:PORT]",
-               help="default ports: iceball 27790, subspace 4990 (announcements go to the next "
-                    "one), aio 27011, others 27790; for others also https://MASTER[:PORT]"),
+               help="default ports: %s, others 27790; for others also https://MASTER[:PORT]"
+                    % ", ".join(USUAL_PORTS)),
     ), EXIT_STATUSES),
 
     "ping": Command(command_ping, "Query a game server.", (

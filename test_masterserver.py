@@ -1861,10 +1861,10 @@ class PolledGameTest(unittest.TestCase):
 
     def setUp(self):
         self.lookups = []
-        self.core = make_core()
-        self.core.resolve = lambda host, done, source: self.lookups.append((host, done))
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.game = EchoGame(self.core)
+        self.program = make_core()
+        self.program.resolve = lambda host, done, source: self.lookups.append((host, done))
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.game = EchoGame(self.program)
 
     def run_game(self, seconds, silent=()):
         for second in seconds:
@@ -1874,7 +1874,7 @@ class PolledGameTest(unittest.TestCase):
     def name(self, *places):
         """Have the ini name these."""
         self.game.named = dict.fromkeys(places)
-        self.game.read(self.core.settings)
+        self.game.read(self.program.settings)
 
     def listed(self):
         """With the players of those who respond."""
@@ -1907,7 +1907,7 @@ class PolledGameTest(unittest.TestCase):
         return told
 
     def test_found_in_another_list_and_not_allowed(self):
-        self.core.registry.rules.read(settings_of({
+        self.program.registry.rules.read(settings_of({
             "bans.198.51.100.0/24": "fakes", "blocked.192.0.2.0/24": "floods",
             "limits__servers_per_source": "2", "server__refuse_names": "Fake"}))
         self.assertEqual(self.find(("198.51.100.7", 1), ("192.0.2.7", 1)), ["banned"] * 2)
@@ -1923,7 +1923,7 @@ class PolledGameTest(unittest.TestCase):
 
     def test_found_in_another_list_and_refused_when_it_announces_itself(self):
         """It stays as it was."""
-        self.core.registry.rules.read(settings_of({"limits__servers_per_source": "1"}))
+        self.program.registry.rules.read(settings_of({"limits__servers_per_source": "1"}))
         self.find(self.here)
         self.run_game(range(3))
         self.game.announced(self.here[0], 6000, {}, 3.0)
@@ -2029,7 +2029,7 @@ class PolledGameTest(unittest.TestCase):
         self.name(("a.example", 5000))
         for now in 0, 600, 1200:
             self.game.tick(float(now))
-            self.game.read(self.core.settings)
+            self.game.read(self.program.settings)
         self.assertEqual(len(self.lookups), 1)
         self.lookups[0][1]("203.0.113.1", 1201.0)
         self.game.tick(1202.0)
@@ -2135,9 +2135,9 @@ class IceballCase(unittest.TestCase):
         self.start()
 
     def start(self, **settings):
-        self.core = make_core(**settings)
-        self.registry, self.rules = self.core.registry, self.core.registry.rules
-        self.iceball = ms.Iceball(self.core)
+        self.program = make_core(**settings)
+        self.registry, self.rules = self.program.registry, self.program.registry.rules
+        self.iceball = ms.Iceball(self.program)
 
     def send(self, data, now=0.0, peer=peer):
         """Its answer; b"" for none."""
@@ -2377,9 +2377,9 @@ class IceballTest(IceballCase):
 
     def test_a_reload_is_heeded_by_servers_that_are_listed(self):
         self.shake(CAPTURED)
-        reload(self.core, self.iceball, iceball__accept_versions="0.3")
+        reload(self.program, self.iceball, iceball__accept_versions="0.3")
         self.assertEqual((self.send(CAPTURED), self.outcome()[:7]), (b"", "version"))
-        reload(self.core, self.iceball, **{"address_map.203.0.113.9": "198.51.100.7"})
+        reload(self.program, self.iceball, **{"address_map.203.0.113.9": "198.51.100.7"})
         self.shake(CAPTURED)
         self.assertEqual(self.places(), [("198.51.100.7", 21737)])
 
@@ -2570,9 +2570,9 @@ class HyperbolTest(unittest.TestCase):
     here = "203.0.113.9", 27888
 
     def start(self, servers="", **settings):
-        self.core = make_core(hyperbol__servers=servers, **settings)
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.hyperbol = ms.Hyperbol(self.core)
+        self.program = make_core(hyperbol__servers=servers, **settings)
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.hyperbol = ms.Hyperbol(self.program)
         # Game servers that answer, with what they change in the reply
         self.answers = {}
         self.now = 0.0
@@ -2719,7 +2719,7 @@ class HyperbolTest(unittest.TestCase):
                 ("192.168.1.5:27888 4", "192.168.1.5", "203.0.113.7")):
             with self.subTest(ini):
                 self.start(ini)
-                self.core.resolve = lambda host, done, source: done("203.0.113.9", self.now)
+                self.program.resolve = lambda host, done, source: done("203.0.113.9", self.now)
                 self.registry.rules.address_map = {"192.168.1.5": "203.0.113.7"}
                 self.pass_time(10)
                 self.assertEqual(self.listed("responding", "flavor"), [(False, 4)])
@@ -2810,9 +2810,9 @@ class SubSpaceWorld:
 
     def __init__(self, *answering, **settings):
         """`answering`: addresses of zones at ZONE's port."""
-        self.core = make_core(**settings)
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.room = ms.SubSpace(self.core)
+        self.program = make_core(**settings)
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.room = ms.SubSpace(self.program)
         self.list = ms.SubSpaceList(self.room)
         self.zones = {(address, 25001): asss for address in answering}
         self.asked = []
@@ -3733,9 +3733,9 @@ class AioWorld:
         zlib.compress(bytes(100 << 20), 9))
 
     def __init__(self, servers=(), **settings):
-        self.core = make_core(**{"aio__news": "50% more #1", **settings})
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.room = ms.Aio(self.core)
+        self.program = make_core(**{"aio__news": "50% more #1", **settings})
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.room = ms.Aio(self.program)
         for name, description, address in servers:
             self.peer(b"13#%s#%s#27010#%%\n" % (name, description), address.decode())
 
@@ -4020,7 +4020,7 @@ class AioTest(unittest.TestCase):
             for settings, places in (
                     ({"server__public_address": "203.0.113.5"}, [("203.0.113.5", 2)]),
                     ({"bans.127.0.0.1": "test"}, []), ({}, [("127.0.0.1", 2)])):
-                reload(aio.core, aio.room, **settings)
+                reload(aio.program, aio.room, **settings)
                 self.assertEqual(aio.registry.total, 0)
                 session.tick(1.0)
                 feed(session, again, now=1.0)
@@ -4208,15 +4208,15 @@ class Quake3Test(unittest.TestCase):
         self.start()
 
     def start(self, **settings):
-        self.core = make_core(**settings)
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.quake3 = ms.Quake3(self.core)
-        self.core.rooms["quake3"] = self.quake3
+        self.program = make_core(**settings)
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.quake3 = ms.Quake3(self.program)
+        self.program.rooms["quake3"] = self.quake3
 
     def reload(self, **settings):
-        self.core.settings = settings_of(settings)
-        self.registry.apply_rules(self.core.settings)
-        self.quake3.read(self.core.settings)
+        self.program.settings = settings_of(settings)
+        self.registry.apply_rules(self.program.settings)
+        self.quake3.read(self.program.settings)
 
     def send(self, data, now=0.0, place=place):
         """The datagrams that come back, or why there are none."""
@@ -4246,7 +4246,7 @@ class Quake3Test(unittest.TestCase):
 
     def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
         """The ports in the list, sorted; the whole of it is checked. No limit counts."""
-        self.registry.rules.read(self.core.settings)
+        self.registry.rules.read(self.program.settings)
         packets = self.send(OUT + question, now, place)
         head = QUAKE3_EXT_HEAD if b"Ext" in question else QUAKE3_LIST_HEAD
         ports = []
@@ -4894,7 +4894,7 @@ class PagesTest(unittest.TestCase):
             lacks=("Play<", "Mode", "Verified", "<i title"))
         server.game = "aio"
         web = web_of([server])
-        web.core = web.core._replace(database=None)         # no history is kept
+        web.program = web.program._replace(database=None)         # no history is kept
         self.holds(page_of(web, link_to(server)), lacks=("Play<", "chart"))
 
     def test_modes_in_words_and_what_is_not_shown(self):
@@ -5629,11 +5629,11 @@ class World:
     bodies: Dict[str, Any] = {}         # of POST /announce, by their type
 
     def __init__(self, **settings):
-        self.core = with_rooms(make_core(**settings))
-        self.registry, self.poller = self.core.registry, self.core.poller
-        self.core.send = self.sent = mock.Mock()
-        self.web = ms.Web(self.core)
-        self.here = self.core.rooms[self.room.game]
+        self.program = with_rooms(make_core(**settings))
+        self.registry, self.poller = self.program.registry, self.program.poller
+        self.program.send = self.sent = mock.Mock()
+        self.web = ms.Web(self.program)
+        self.here = self.program.rooms[self.room.game]
         self.id = self.game or self.room.game
         self.now, self.is_there = 0.0, True
 
@@ -6410,10 +6410,10 @@ class FuzzTest(unittest.TestCase):
     def setUp(self):
         self.chance = random.Random(20)
         self.tokens = {}                # of the last challenge to each address
-        self.core = make_core(games__mygame="My Game", limits__requests="100000",
+        self.program = make_core(games__mygame="My Game", limits__requests="100000",
                               limits__datagrams="100000", limits__servers="300")
-        self.core.send = lambda data, peer: self.tokens.update({peer[0]: data.split(b"\0")[-2]})
-        self.protocols = protocols_of(self.core)
+        self.program.send = lambda data, peer: self.tokens.update({peer[0]: data.split(b"\0")[-2]})
+        self.protocols = protocols_of(self.program)
         self.sizes_at_start = self.sizes()
         self.worlds = {world.room.__name__: world() for world in WORLDS}
         self.sessions = []
@@ -6423,7 +6423,7 @@ class FuzzTest(unittest.TestCase):
     def sizes(self):
         """Of what protocols and the registry keep."""
         return {(type(thing).__name__, name): len(value)
-                for thing in (*self.protocols.values(), self.core.registry)
+                for thing in (*self.protocols.values(), self.program.registry)
                 for name, value in vars(thing).items() if isinstance(value, (dict, list, set))}
 
     def mutated(self, data):
@@ -6476,11 +6476,11 @@ class FuzzTest(unittest.TestCase):
 
     def stored_row(self, data):
         """What noise in the database makes of a listed server."""
-        row = (self.chance.choice(("mygame", "openarena", *self.core.rooms)),
+        row = (self.chance.choice(("mygame", "openarena", *self.program.rooms)),
                self.chance.choice((self.here[0], "2001:db8::1", "nowhere", "")),
                self.chance.choice((1, 65535, 0, -5, 1 << 40)), 99.0, 0.0, 9.0,
                data.decode("utf-8", "replace"))
-        registry = self.core.registry
+        registry = self.program.registry
         with contextlib.suppress(*NOT_LISTED, TypeError, ValueError, RecursionError):
             row = ms.read_row(row)
             server = ms.restored_server(row, self.now, 10.0)
@@ -6501,10 +6501,10 @@ class FuzzTest(unittest.TestCase):
 
     def tick(self):
         self.now += 1.0
-        self.core.registry.expire(self.now)
-        for event, server in changes_of(self.core.registry):
-            if event == "gone" and server.room in self.core.rooms:
-                self.core.rooms[server.room].gone(server)
+        self.program.registry.expire(self.now)
+        for event, server in changes_of(self.program.registry):
+            if event == "gone" and server.room in self.program.rooms:
+                self.program.rooms[server.room].gone(server)
         for name, protocol in self.protocols.items():
             self.datagrams(name, protocol.tick(self.now) or ())
         for session in self.sessions:
@@ -6522,7 +6522,7 @@ class FuzzTest(unittest.TestCase):
                 json.loads(body.decode("utf-8"))
             elif path.endswith("xml"):
                 xml.dom.minidom.parseString(body)
-        for room in self.core.rooms.values():
+        for room in self.program.rooms.values():
             for name in room.lists():
                 room.rendered(name, self.now)
 
@@ -6561,17 +6561,18 @@ class FuzzTest(unittest.TestCase):
             if number % 100 == 0:
                 self.settings(os.path.join(folder.name, "fuzz.ini"))
                 self.tick()
-                games.update(server.room or server.game for server in self.core.registry.servers())
+                servers = self.program.registry.servers()
+                games.update(server.room or server.game for server in servers)
             if number % 2000 == 0:
                 self.lists()
-        self.assertEqual(games, {"mygame", *self.core.rooms})
+        self.assertEqual(games, {"mygame", *self.program.rooms})
         self.here = None                                # everybody goes
         for session in self.sessions:
             session.closed(self.now)
         self.sessions.clear()
         for _ in range(600):
             self.tick()
-        self.assertEqual(self.core.registry.servers(), [])
+        self.assertEqual(self.program.registry.servers(), [])
         self.assertEqual({name for name, size in self.sizes().items()
                           if size > self.sizes_at_start.get(name, 0)} - self.MAY_STAY, set())
 
@@ -6598,11 +6599,11 @@ class AmplificationTest(unittest.TestCase):
           for world in POLLED))
 
     def start(self):
-        self.core = make_core()
-        self.protocols = {name: protocol for name, protocol in protocols_of(self.core).items()
+        self.program = make_core()
+        self.protocols = {name: protocol for name, protocol in protocols_of(self.program).items()
                           if hasattr(protocol, "datagram")}
         for number in range(75):
-            room = list(self.core.rooms.values())[number % 5]
+            room = list(self.program.rooms.values())[number % 5]
             address = "198.51.100.%d" % number
             fields = {"name": "A listed server", "description": "x" * 80, "players": 9,
                       "room": room.game,
@@ -6611,7 +6612,7 @@ class AmplificationTest(unittest.TestCase):
             if game == "quake3":
                 game = "openarena"
                 fields.update(version="71", details={"gamename": "Quake3Arena"})
-            self.core.registry.list_or_refresh((game, address, 1000), address, 0.0, 1e6, fields)
+            self.program.registry.list_or_refresh((game, address, 1000), address, 0.0, 1e6, fields)
 
     def surplus(self, name, packets, peer=PEER, seconds=0):
         """How many bytes more go to the source than came from it, repetitions and queries of the
@@ -6656,10 +6657,10 @@ class AmplificationTest(unittest.TestCase):
         with mock.patch.object(ms, "SURPLUS_BYTES", (1000, 3000)):
             self.start()
         for use in "cookie", "ping":
-            self.core.registry.rules.allow_surplus(use, "60.0.0.1", 3000, 10.0)
+            self.program.registry.rules.allow_surplus(use, "60.0.0.1", 3000, 10.0)
         answer, = self.protocols["Iceball"].datagram(CAPTURED, self.PEER, 10.0)
         self.protocols["Iceball"].datagram(b"HSHK" + answer[0][4:], self.PEER, 10.0)
-        self.assertIsNotNone(self.core.registry.get("iceball", self.PEER[0], 21737))
+        self.assertIsNotNone(self.program.registry.get("iceball", self.PEER[0], 21737))
         with self.assertRaises(ms.Limited):
             self.protocols["SubSpace"].datagram(PING_TIME, self.PEER, 10.0)
         self.assertEqual(len(self.protocols["SubSpace"].datagram(
@@ -6724,9 +6725,9 @@ class WebCase(unittest.TestCase):
     settings = {}
 
     def setUp(self):
-        self.core = with_rooms(make_core(**self.settings))
-        self.registry = self.core.registry
-        self.web = ms.Web(self.core)
+        self.program = with_rooms(make_core(**self.settings))
+        self.registry = self.program.registry
+        self.web = ms.Web(self.program)
 
     def session(self, address="127.0.0.1", now=0.0):
         return self.web.session(address, now)
@@ -6746,7 +6747,7 @@ class WebCase(unittest.TestCase):
     def list(self, port=1, address="203.0.113.9", game="iceball", source="", **fields):
         return self.registry.list_or_refresh(
             (game, address, port), source or address, 0.0, 120.0,
-            {"name": "S", "room": game if game in self.core.rooms else "", **fields})
+            {"name": "S", "room": game if game in self.program.rooms else "", **fields})
 
 
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
@@ -7096,7 +7097,7 @@ class HttpTest(WebCase):
 
     def database(self, **more):
         database = mock.Mock(**more)
-        self.web = ms.Web(self.core._replace(database=database))
+        self.web = ms.Web(self.program._replace(database=database))
         return database
 
     def test_disk_errors_are_no_fault_of_the_client(self):
@@ -7256,7 +7257,7 @@ class ListsTest(WebCase):
         self.assertEqual({server.getAttribute("servername") for server in servers}, clean)
 
     def test_servers_xml(self):
-        self.web.epoch = self.core.rooms["hyperbol"].epoch = 1.7e9
+        self.web.epoch = self.program.rooms["hyperbol"].epoch = 1.7e9
         self.list(27888, "203.0.113.7", "hyperbol", name="Fun & \"Games\"", mode="Core", players=5,
                   max_players=16, map="orbital", version="1.8a", ping_ms=41.2,
                   private={"flavor": 3}, details={"skill": "9"})
@@ -7278,7 +7279,7 @@ flavor="3" ping_milliseconds="41"/>
 
     def test_the_day_s_player_counts(self):
         days = [{}]
-        self.web = ms.Web(self.core._replace(hourly_players=lambda: days[-1]))
+        self.web = ms.Web(self.program._replace(hourly_players=lambda: days[-1]))
         server = self.list(players=3, max_players=8)
         for hour in range(3):
             day, total = [None, 2, hour], [None, 41, hour]
@@ -7295,25 +7296,25 @@ flavor="3" ping_milliseconds="41"/>
         self.list(game="mygame")
         self.assertIn(b">My Game<", self.get("/")[2])
         before = self.get("/master.json")[1]["ETag"]
-        values, texts = self.core.settings.values, self.core.settings.texts
+        values, texts = self.program.settings.values, self.program.settings.texts
         values["games"] = {"mygame": "Second title"}
         values["iceball.version"] += 1
         texts["http.template"] = "<p>Our own page $table"
         texts["http.stylesheet"] = "p { color: red }"
-        self.web.read(self.core.settings)
+        self.web.read(self.program.settings)
         page = self.get("/")[2]
         self.assertEqual([words in page for words in (
             b"My Game", b">Second title<", b"Our own page")], [False, True, True])
         self.assertEqual(self.get("/style.css")[2], b"p { color: red }")
-        self.core.rooms["iceball"].read(self.core.settings)
+        self.program.rooms["iceball"].read(self.program.settings)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + before, now=1.0)[0], 200)
 
     def test_an_empty_list_says_what_to_do(self):
         listeners = [SimpleNamespace(protocol=protocol, port=port) for port, protocol in enumerate(
             ("iceball", "subspace", "subspace", "aio", "hyperbol", "http", "http"), 1)]
-        self.web = ms.Web(self.core._replace(listeners=listeners))
+        self.web = ms.Web(self.program._replace(listeners=listeners))
         for public in ("198.51.100.1", ""):
-            self.core.settings.values["server.public_address"] = public
+            self.program.settings.values["server.public_address"] = public
             self.web.tick(0.0)
             page = html.unescape(self.get("/")[2].decode())
             for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
@@ -7321,11 +7322,11 @@ flavor="3" ping_milliseconds="41"/>
                 self.assertIn(words % (public or "THIS-HOST"), page)
         page = html.unescape(self.get("/?game=mygame")[2].decode())
         self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
-        self.core.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
+        self.program.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
         for opened, games in ((listeners[3:4], {"aio"}),
                               (listeners[3:], {"aio", "hyperbol", "mygame"})):
             self.assertEqual({line[0] for line in ms.contact_lines(
-                self.core.rooms, opened, "host", self.core.settings)}, games)
+                self.program.rooms, opened, "host", self.program.settings)}, games)
 
     # One server
 
@@ -7334,7 +7335,7 @@ flavor="3" ping_milliseconds="41"/>
         database = mock.Mock()
         database.known.return_value = ms.Remembered(1_700_000_000.0, 1_700_050_000.0, "Was <here>")
         database.history.return_value = ms.Series(1_700_000_000, 60, [1], [1])
-        self.web = ms.Web(self.core._replace(database=database))
+        self.web = ms.Web(self.program._replace(database=database))
         self.web.epoch = 1_700_180_000.0
         path = "/server?game=iceball&address=::ffff:203.0.113.9&port=1&span=week"
         for words in ("Was &lt;here&gt;.*Not listed now", "Back"):
@@ -7350,7 +7351,7 @@ flavor="3" ping_milliseconds="41"/>
     def test_history(self):
         database = mock.Mock()
         database.history.return_value = ms.Series(1_700_000_040, 60, [1, None], [2, None])
-        self.web = ms.Web(self.core._replace(database=database))
+        self.web = ms.Web(self.program._replace(database=database))
         self.web.epoch = 1.7e9
         path = "/history.json?game=iceball&address=203.0.113.9&port=5&span=year"
         self.assertEqual(self.get(path, now=9.0)[2].decode(), (
@@ -7369,7 +7370,7 @@ flavor="3" ping_milliseconds="41"/>
         """https://prometheus.io/docs/instrumenting/exposition_formats/"""
         tally = ms.Tally()
         tally.received = 7
-        self.web = ms.Web(self.core._replace(
+        self.web = ms.Web(self.program._replace(
             gauges={"connections": 1, "loop_delay_seconds": 1}, health={"database": "full"},
             tallies={"iceball": tally}))
         self.list(players=3, max_players=8, playing=2)
@@ -7400,7 +7401,7 @@ flavor="3" ping_milliseconds="41"/>
         upstream = {"hyperbol up.example": ms.UpstreamState(1700000000, 20, 3, ""),
                     "quake3 up.example X 3": ms.UpstreamState(None, 0, 0, "timed out")}
         health = {}
-        self.web = ms.Web(self.core._replace(health=health, upstream=upstream))
+        self.web = ms.Web(self.program._replace(health=health, upstream=upstream))
         self.list()
         for status in ("ok", "trouble"):
             self.assertEqual(json.loads(self.get("/healthz")[2]), {
@@ -7426,7 +7427,7 @@ flavor="3" ping_milliseconds="41"/>
                 "name": "Found", "found_at": "up.example", "room": game,
                 "private": {"luanti_announcement": luanti} if game == "luanti" else {}})
         for now, shares in (1.0, "yes"), (2.0, "no"):
-            reload(self.core, self.web, upstream__share=shares)
+            reload(self.program, self.web, upstream__share=shares)
             for path in "/master.json", "/list", "/servers.xml":
                 self.assertEqual(b"Found" in self.get(path, now=now)[2], shares == "yes", path)
             for path in "/servers.json", "/":
@@ -7558,7 +7559,7 @@ class AnnounceTest(WebCase):
 
     def setUp(self):
         super().setUp()
-        self.hyperbol = self.core.rooms["hyperbol"]
+        self.hyperbol = self.program.rooms["hyperbol"]
 
     def post(self, body, *lines, address="203.0.113.9", now=0.0):
         if isinstance(body, dict):
@@ -7571,8 +7572,8 @@ class AnnounceTest(WebCase):
         return status, json.loads(body)
 
     def answer_query(self, now):
-        (query, peer), = self.core.poller.tick(now)
-        self.core.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now + 0.1)
+        (query, peer), = self.program.poller.tick(now)
+        self.program.poller.datagram(hyperbol_reply(o1=query[1:]), peer, now + 0.1)
 
     def test_an_own_game(self):
         form = (b"game=mygame&port=4000&name=My+server&players=3&max_players=8&mode=duel&map=m1"
@@ -7668,10 +7669,10 @@ class AnnounceTest(WebCase):
             stop = {**server, "action": "stop"}
             self.post(server, address=source)
             self.assertEqual(self.post(stop, address=stranger)[0], 404)
-            self.assertEqual(self.registry.total + len(self.core.poller.targets), 1)
+            self.assertEqual(self.registry.total + len(self.program.poller.targets), 1)
             self.assertEqual(self.post(stop, address=source),
                              (200, {"listed": False, "ttl": 120, "reason": "stopped"}))
-            self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
+            self.assertEqual((self.registry.total, self.program.poller.targets), (0, {}))
             self.assertEqual(self.registry.outcome(source, game, 4000).outcome, "stopped")
         self.list(4000, game="mygame").master = "b"
         self.assertEqual((self.post(stop)[0], self.registry.total), (404, 1))
@@ -7687,7 +7688,7 @@ class AnnounceTest(WebCase):
             self.answer_query(1.0 + 100 * pinned)
             self.assertEqual(self.registry.total, 1)
             self.assertEqual(self.post(stop, now=2.0)[0], 200)
-            self.assertEqual((self.registry.total, len(self.core.poller.targets)), (0, pinned))
+            self.assertEqual((self.registry.total, len(self.program.poller.targets)), (0, pinned))
         self.answer_query(200.0)
         self.assertEqual(self.registry.total, 1)
 
@@ -7741,7 +7742,7 @@ class AnnounceTest(WebCase):
 
     def long_requests(self):
         """Each body, with a session that is handed its request by feed()."""
-        ms.Luanti(self.core)
+        ms.Luanti(self.program)
         for body, kind in self.long_bodies():
             self.assertLessEqual(len(body), ms.HTTP_BODY_BYTES, body[:60])
             request = http_request("/announce", "Content-Type: " + kind,
@@ -7832,8 +7833,8 @@ class LuantiTest(WebCase):
         self.now = 0.0
         self.looked_up = {}             # the addresses of host names
         self.look_ups = []
-        self.core.resolve = lambda host, done, source, like: self.look_ups.append((host, done))
-        self.luanti = self.core.rooms["luanti"] = ms.Luanti(self.core)
+        self.program.resolve = lambda host, done, source, like: self.look_ups.append((host, done))
+        self.luanti = self.program.rooms["luanti"] = ms.Luanti(self.program)
         self.later = itertools.count(10000)         # the list is rendered once a second
 
     def send(self, request, source=HERE, size=1 << 30):
@@ -7858,12 +7859,12 @@ class LuantiTest(WebCase):
         for _ in range(seconds):
             self.now += 1.0
             self.registry.expire(self.now)
-            for data, peer in self.core.poller.tick(self.now):
+            for data, peer in self.program.poller.tick(self.now):
                 self.assertEqual(data, LUANTI_PROBE)
                 asked.append(peer)
                 if answers:
                     self.assertEqual(
-                        self.core.poller.datagram(LUANTI_PROBED, peer, self.now + 0.25),
+                        self.program.poller.datagram(LUANTI_PROBED, peer, self.now + 0.25),
                         [(hexa("4f457403 0002 0000 03"), peer)])
         return asked
 
@@ -7897,7 +7898,7 @@ class LuantiTest(WebCase):
             for _ in range(2):
                 self.assertEqual(self.send(luanti_request(LUANTI_DELETE), size=size),
                                  (200, "Removed from the list.\n"))
-                self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
+                self.assertEqual((self.registry.total, self.program.poller.targets), (0, {}))
         self.assertEqual(self.get("/geoip")[2], b'{"continent":null}')
 
     def test_long_lists_of_names_are_cut(self):
@@ -7967,7 +7968,7 @@ class LuantiTest(WebCase):
         self.assertIn(b"announce themselves", self.exchange(form, self.HERE))
         entry = {"private": {**json.loads(LUANTI_STORED), "clients": -1}}       # of another list
         self.assertRaisesRegex(ms.Refused, "clients: " + number, self.luanti.found, entry)
-        self.assertEqual((self.registry.total, self.core.poller.targets), (0, {}))
+        self.assertEqual((self.registry.total, self.program.poller.targets), (0, {}))
         for address in "", "a.example", "a.example.", "..", "192.0.2.1", "2001:db8::1", "::":
             self.assertEqual(ms.read_luanti_address(address), address)
 
@@ -8005,7 +8006,7 @@ class LuantiTest(WebCase):
     def test_the_address_for_players(self):
         self.looked_up = {"here.example": self.HERE, "six.example": "2001:db8::1",
                           "far.example": "198.51.100.1", "mapped.example": "203.0.113.7"}
-        self.core.registry.rules.address_map["192.168.1.5"] = "203.0.113.7"
+        self.program.registry.rules.address_map["192.168.1.5"] = "203.0.113.7"
         for source, address, why in (
                 (self.HERE, "here.example", ""),
                 (self.HERE, "six.example", ""),         # no IPv4 to compare
@@ -8063,12 +8064,12 @@ class LuantiTest(WebCase):
         self.say(LUANTI_UPDATE, name="three")
         self.poll(8)
         self.assertEqual(self.names(), ["three"])
-        target, = self.core.poller.targets.values()
+        target, = self.program.poller.targets.values()
         target.due = self.now
-        (_, peer), = self.core.poller.tick(self.now)
+        (_, peer), = self.program.poller.tick(self.now)
         self.say(name="Restarted")
         # It is not known whether this is the answer of the old one or the new one
-        self.assertRaises(ms.Malformed, self.core.poller.datagram, LUANTI_PROBED, peer, self.now)
+        self.assertRaises(ms.Malformed, self.program.poller.datagram, LUANTI_PROBED, peer, self.now)
         self.poll(8, answers=False)
         self.assertEqual((target.missed, self.names()), (1, ["three"]))
         self.poll(31)
@@ -8078,7 +8079,7 @@ class LuantiTest(WebCase):
         for later in {"name": "Later"}, {"name": "Later", "address": "fast.example"}:
             self.setUp()
             look_ups = []
-            self.core.resolve = lambda host, done, source, like: look_ups.append((source, done))
+            self.program.resolve = lambda host, done, source, like: look_ups.append((source, done))
             self.say(name="Sooner", address="slow.example")
             self.say(**later)
             for source, done in reversed(look_ups):
@@ -8092,7 +8093,7 @@ class LuantiTest(WebCase):
         names = ms.HostNames(lambda *posted: None)
         jobs = []
         names.worker.submit = lambda job, done: jobs.append(done)
-        self.core.resolve = names.resolve
+        self.program.resolve = names.resolve
         for port, status in (1, 202), (2, 202), (3, 429):
             answered, words = self.say(port=port, address="slow%d.example" % port)
             self.assertEqual((answered, "try again" in words), (status, status == 429))
@@ -8110,7 +8111,7 @@ class LuantiTest(WebCase):
 
     def test_the_order_and_the_totals(self):
         """By the operator's priority, then the score: 12 players, 9 of them counted, and so on."""
-        self.core.registry.rules.priority[self.HERE, 1] = 1
+        self.program.registry.rules.priority[self.HERE, 1] = 1
         month = 31 * 86400
         for port, fields in enumerate((
                 {"name": "first", "clients": 0},
@@ -8203,12 +8204,12 @@ class DdnetTest(WebCase):
         self.start()
 
     def start(self, **settings):
-        self.core = make_core(**self.settings, **settings)
-        self.registry = self.core.registry
+        self.program = make_core(**self.settings, **settings)
+        self.registry = self.program.registry
         self.sent = []
-        self.core.send = lambda data, peer: self.sent.append((data, peer))
-        self.ddnet = self.core.rooms["ddnet"] = ms.Ddnet(self.core)
-        self.web = ms.Web(self.core)
+        self.program.send = lambda data, peer: self.sent.append((data, peer))
+        self.ddnet = self.program.rooms["ddnet"] = ms.Ddnet(self.program)
+        self.web = ms.Web(self.program)
 
     def send(self, request, source=HERE, now=0.0, size=1 << 30):
         """The status of the response, and what its JSON tells."""
@@ -8577,7 +8578,7 @@ class DdnetTest(WebCase):
 
         server, = self.registry.servers()
         for end in (lambda: self.registry.update(server, {"name": "Other"}),
-                    lambda: self.registry.apply_rules(self.core.settings),
+                    lambda: self.registry.apply_rules(self.program.settings),
                     lambda: self.send(ddnet_request(fields, ddnet_info(name="New")), now=3.0)):
             end()
             self.assertTrue(is_parsed(3.0))
@@ -9006,8 +9007,8 @@ class CountriesTest(WebCase):
                 ({(address, 0): "us"}, ["us", "us"], ["us", "us"]),
                 ({(address, 0): "us", (address, 2): "fr"}, ["us", "fr"], ["us", "fr"]),
                 ({}, ["us", "fr"], ["de", "de"])):
-            self.core.settings.values["country"] = by_hand
-            self.registry.apply_rules(self.core.settings)
+            self.program.settings.values["country"] = by_hand
+            self.registry.apply_rules(self.program.settings)
             self.assertEqual([server.country for server in servers], at_once)
             self.registry.look_up_countries()
             self.assertEqual([server.country for server in servers], later)
@@ -9046,7 +9047,7 @@ class CountriesTest(WebCase):
 
     def test_the_continent_of_a_player(self):
         """As Luanti asks for it: of the address that a proxy names, and kept by nobody."""
-        reload(self.core, self.web, http__trusted_proxies="127.0.0.1", limits__requests="1000000")
+        reload(self.program, self.web, http__trusted_proxies="127.0.0.1", limits__requests="1000000")
         for source, line, body in (
                 ("203.0.113.9", "X: y", b'{"continent":"EU"}'),
                 ("203.0.113.9", "X-Forwarded-For: 2001:db8::1", b'{"continent":"EU"}'),
@@ -9055,8 +9056,8 @@ class CountriesTest(WebCase):
             _, headers, found = self.get("/geoip", line, address=source)
             self.assertEqual((found, headers["Cache-Control"]), (body, "no-store"))
             self.assertNotIn("ETag", headers)
-        self.core.settings.values["country"] = {("127.0.0.1", 0): "jp"}
-        self.registry.apply_rules(self.core.settings)
+        self.program.settings.values["country"] = {("127.0.0.1", 0): "jp"}
+        self.registry.apply_rules(self.program.settings)
         self.assertEqual(self.get("/geoip", address="127.0.0.1")[2], b'{"continent":"AS"}')
 
     def test_locations_of_ddnet_servers(self):
@@ -9097,10 +9098,10 @@ class CountriesTest(WebCase):
                       self.get(link.replace("/server", "/banner.svg"))[2].decode())
 
     def test_news(self):
-        self.core.settings.values["notify.text"] = "$name in $country"
+        self.program.settings.values["notify.text"] = "$name in $country"
         for address, text in (("203.0.113.9", "S in Germany"), ("8.8.8.8", "S in ?")):
             _, body = ms.news_message(
-                "text", self.list(1, address), {}, self.core.settings, b"")
+                "text", self.list(1, address), {}, self.program.settings, b"")
             self.assertEqual(body.decode(), text)
 
 
@@ -9278,12 +9279,12 @@ class NewsTest(unittest.TestCase):
     in `jobs`."""
 
     def news(self, **settings):
-        self.core = make_core(**{"webhooks__ours": "json https://h.example/SECRET", **settings})
-        self.registry, self.now, self.gauges = self.core.registry, 1e6, {}
+        self.program = make_core(**{"webhooks__ours": "json https://h.example/SECRET", **settings})
+        self.registry, self.now, self.gauges = self.program.registry, 1e6, {}
         patch = mock.patch.object(threading.Thread, "start")
         patch.start()
         self.addCleanup(patch.stop)
-        self.told = news = ms.News(self.core.settings, self.registry, self.gauges)
+        self.told = news = ms.News(self.program.settings, self.registry, self.gauges)
         self.tick(news)
         return news
 
@@ -9414,7 +9415,7 @@ class NewsTest(unittest.TestCase):
             self.assertEqual({hook.jobs.qsize() for hook in news.hooks.values()}, {len(wanted)})
             self.assertEqual(found, wanted, settings)
         with mock.patch.object(threading.Thread, "join"):
-            reload(self.core, news)
+            reload(self.program, news)
         self.hear(0, 3, port=9)
         self.assertEqual((news.hooks, len(news.sent_at)), ({}, 3))
 
@@ -9505,7 +9506,7 @@ class NewsTest(unittest.TestCase):
         old = list(news.hooks.values())
         self.assertEqual([hook.jobs.qsize() for hook in old], [ms.WORKER_JOBS] * 2)
         with mock.patch.object(threading.Thread, "join"):
-            reload(self.core, news, webhooks__third="text http://third/")
+            reload(self.program, news, webhooks__third="text http://third/")
         with mock.patch.object(ms, "post_url") as posted:
             for hook in old:
                 hook.work()                             # ends, and tells what waits to nobody
@@ -9525,7 +9526,7 @@ class NewsTest(unittest.TestCase):
             settings = {"webhooks__" + name: line for name, line in lines.items()}
 
             def read_settings(seconds, news=news, settings=settings):
-                reload(self.core, news, **settings)
+                reload(self.program, news, **settings)
             with mock.patch.object(ms.log, "warning"), \
                     mock.patch.object(threading.Thread, "join"), \
                     mock.patch.object(ms, "post_url", return_value=("500", "")) as posted, \
@@ -9911,7 +9912,7 @@ class ConnectionTest(unittest.TestCase):
         session = OneAnswer(1 << 20)
         connection, peer = self.make(session, data=b"ab")
         self.assertEqual((session.calls, connection.events), (1, selectors.EVENT_WRITE))
-        idle, _ = self.make(OneAnswer(), connection.master_server)
+        idle, _ = self.make(OneAnswer(), connection.program)
         got = 0
         while got < 2 << 20:
             got += len(peer.recv(1 << 16))
@@ -9919,7 +9920,7 @@ class ConnectionTest(unittest.TestCase):
                 connection.on_writable(1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
         # who reads slowly acts
-        self.assertIs(next(iter(connection.master_server.connections)), idle)
+        self.assertIs(next(iter(connection.program.connections)), idle)
 
     def test_a_reader_that_takes_too_long_is_disconnected(self) -> None:
         for taken in 0, 1 << 12:
@@ -9979,7 +9980,7 @@ class ConnectionTest(unittest.TestCase):
             session.resume = resume                     # type: ignore[method-assign]
             connection, peer = self.make(session)
             session.job = lambda: b"it"
-            with mock.patch.object(connection.master_server.disk, "submit") as submit:
+            with mock.patch.object(connection.program.disk, "submit") as submit:
                 peer.sendall(b"a")
                 connection.on_readable(0.0)
                 connection.tick(0.1)
