@@ -9047,7 +9047,8 @@ class CountriesTest(WebCase):
 
     def test_the_continent_of_a_player(self):
         """As Luanti asks for it: of the address that a proxy names, and kept by nobody."""
-        reload(self.program, self.web, http__trusted_proxies="127.0.0.1", limits__requests="1000000")
+        reload(self.program, self.web, http__trusted_proxies="127.0.0.1",
+               limits__requests="1000000")
         for source, line, body in (
                 ("203.0.113.9", "X: y", b'{"continent":"EU"}'),
                 ("203.0.113.9", "X-Forwarded-For: 2001:db8::1", b'{"continent":"EU"}'),
