@@ -1525,7 +1525,7 @@ class Refused(Exception):
     """Raised for a server that may not be listed. The text gives the reason.
 
     `outcome` is a key of OUTCOMES (section 9), and `port` the announced port, 0 if it is not known.
-    Whoever called the protocol records both for /check."""
+    Whoever called the room records both for /check, unless the room has done so."""
 
     def __init__(self, outcome, reason, port=0):
         super().__init__(reason)
@@ -1623,8 +1623,10 @@ class Rules:
     def exempts(self, address):
         """Is this address exempt from all limits per source?"""
         # Most addresses are in the limiter's table, and a look-up there costs less than verdict()
-        full_at = self.datagram_limiter.table.get(address)
-        return (full_at or self.verdict(address)) == EXEMPT
+        verdict = self.datagram_limiter.table.get(address)
+        if verdict is None:
+            verdict = self.verdict(address)
+        return verdict == EXEMPT
 
     def allow_surplus(self, use, address, size, now):
         """May a source that has not proven its address get `size` bytes more than it has sent?
@@ -2228,19 +2230,19 @@ def clamp_players(fields, players=0, max_players=0, playing=None):
     return {**fields, "players": players, "playing": playing}
 
 
-def cached_entries(servers, list_name, render):
-    """Return the entries of these servers in the list of this name, in the same order.
+def cached_entries(servers, cache_key, render):
+    """Return the entries of these servers in one list, in the same order.
 
     `render(server)` returns an entry. It is called only if the server has changed since its entry
-    was last rendered."""
+    was last rendered. `cache_key` stands for the list; it may be any hashable object."""
     entries = []
     for server in servers:
         cache = server.entry_cache
         if cache is None:
             cache = server.entry_cache = {}
-        entry = cache.get(list_name)
+        entry = cache.get(cache_key)
         if entry is None:
-            entry = cache[list_name] = render(server)
+            entry = cache[cache_key] = render(server)
         entries.append(entry)
     return entries
 
@@ -3502,18 +3504,6 @@ class Game:
         self.registry.record_outcome(source, self.game, port, "stopped", now)
         return True
 
-    # By HTTP
-
-    def repeated(self, server, fingerprint, now):
-        """Refresh a server that has sent a request with this fingerprint again, and return the
-        JSON of the answer. Return b"" if the request has to be read."""
-        return b""
-
-    def http_error(self, request, status, hint):
-        """Return the JSON of an error in answer to a request for a route of the room.
-
-        Return None if its clients read the same as all others."""
-
     def list_own(self, source, port, fields, now, lifetime, address=""):
         """List or refresh a server that has proven its address, and record that for /check.
 
@@ -3528,6 +3518,20 @@ class Game:
             raise
         self.registry.record_outcome(source, self.game, port, "listed", now)
         return server
+
+    # By HTTP
+
+    def repeated(self, server, fingerprint, now):
+        """Refresh a server that has sent a request with this fingerprint again, and return the
+        JSON of the answer. Return b"" if the request has to be read."""
+        return b""
+
+    def http_error(self, request, status, hint):
+        """Return the JSON of an error in answer to a request for a route of the room.
+
+        Return None if its clients read the same as all others."""
+
+    # What is stored
 
     @classmethod
     def owns(cls, game, details):
@@ -6004,7 +6008,7 @@ def aio_integer(number):
     """Encode an integer, 0 or more, as the binary dialect does."""
     for size, lowest, tag_bits, tag in reversed(AIO_INTEGERS):
         if number >= lowest:
-            tagged = number - lowest << tag_bits | tag
+            tagged = ((number - lowest) << tag_bits) | tag
             return tagged.to_bytes(size, "little")
     raise ValueError("a negative integer cannot be encoded")
 
@@ -6015,7 +6019,7 @@ def read_aio_integer(data):
     If there are fewer bytes than that, the integer is incomplete, and the value is wrong."""
     first_byte = int.from_bytes(data[:1], "little")
     for size, lowest, tag_bits, tag in AIO_INTEGERS:
-        if first_byte & (1 << tag_bits) - 1 == tag:     # this is true of exactly one form
+        if first_byte & ((1 << tag_bits) - 1) == tag:   # this is true of exactly one form
             break
     tagged = int.from_bytes(data[:size], "little")
     return lowest + (tagged >> tag_bits), size
@@ -9707,9 +9711,13 @@ def chart_paths(bars, width, top):
 # 9  Web
 #
 # The page and the lists over HTTP. One function for each route makes the response. Every response
-# carries `Length` beside `Content-Length`, because the Iceball client exits without it. A list is
-# rendered at most once a second, and whoever asks for it gets the same body. Whole responses are
-# kept for a second by the bytes of their requests, so most requests cost one look-up.
+# carries `Length` beside `Content-Length`, because the Iceball client exits without it. Whoever
+# asks for a list gets the same body. What it takes to make it is kept
+#
+#     a server's entry in a list      in Server.entry_cache, until the server changes
+#     a list of a room                in a RenderedList, at least until RENDER_S later
+#     the response with a list        in Web.lists, until the next tick
+#     a response with its head        in Web.caches by the bytes of the request, until the next tick
 # ================================================================================================
 
 # To search this many servers takes about 4 ms, and costs the client as much as one request
