@@ -1425,7 +1425,6 @@ class Cookie:
         self.window_ends = -math.inf
 
     def make(self, message, now):
-        """Return the MAC of a message."""
         if now >= self.window_ends:
             window = int(now // self.window_s)
             self.window_ends = (window + 1.0) * self.window_s
@@ -1671,7 +1670,6 @@ class Rules:
             limit, "/%s network" % prefix_bits if is_network else "address"))
 
     def country_by_hand(self, address, port):
-        """Return the country that the ini gives to a server, or "" if it gives none."""
         countries = self.countries_by_hand
         return countries.get((address, port)) or countries.get((address, 0), "")
 
@@ -1775,7 +1773,6 @@ class Server:
 
     @property
     def key(self) -> Key:
-        """The identity of the server."""
         return self.game, self.address, self.port
 
 
@@ -2132,11 +2129,9 @@ class Registry:
         self.look_up_countries_again()
 
     def look_up_countries_again(self):
-        """Have the countries of all servers looked up again in the next seconds."""
         self.countries_due = iter([server.key for server in self.servers()])
 
     def look_up_countries(self):
-        """Look up the countries of the next COUNTRY_LOOKUPS servers, once a second."""
         for key in itertools.islice(self.countries_due, COUNTRY_LOOKUPS):
             server = self.get(*key)
             if server is not None:
@@ -3130,7 +3125,6 @@ class Form:
         return self.read(data)
 
     def read_all(self, data):
-        """Return the fields of each complete packet in the data."""
         last = len(data) - self.size
         return [self.read(data[at:at + self.size]) for at in range(0, last + 1, self.size)]
 
@@ -3303,7 +3297,7 @@ def json_array(text, name):
     """Yield the values of the first array in a text of JSON that is a member called `name`.
 
     Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
-    array is not read."""
+    array is not read. The values are decoded one by one; see fetched_json()."""
     head = re.search(r'"%s"[ \t\r\n]{0,99}:[ \t\r\n]{0,99}\[' % name, text)
     if not head:
         raise ValueError("no array %s" % name)
@@ -3459,7 +3453,6 @@ class Game:
         return {}
 
     def rendered(self, name, now):
-        """Return a list. It is rendered once a second at most, for all who ask."""
         return self.rendered_lists[name].get(now)
 
     # Pages
@@ -3666,7 +3659,6 @@ class MessageSession(Session):
         raise NotImplementedError
 
     def message(self, message, now):
-        """Return the answer to a message, or b""."""
         raise NotImplementedError
 
     def receive(self, data, now):
@@ -3825,7 +3817,6 @@ class Poller(UdpProtocol):
                 target.due = next_slot(self.ticked_at, self.interval, target.phase)
 
     def find(self, room, address, port):
-        """Return the target behind a game server's own port, or None."""
         return self.targets.get((room.game, address, port))
 
     def add(self, room, address, port, why):
@@ -4140,7 +4131,6 @@ class PolledGame(Game):
         return target
 
     def resume(self, server):
-        """Poll a server that was listed before a restart."""
         target = self.poller.add(self, server.source, server.port, ANNOUNCED)
         target.listed_as = server.game
         if server.pinned:
@@ -4212,7 +4202,6 @@ class PolledGame(Game):
     # Results of polls
 
     def listed_server(self, target):
-        """Return the target's server in the list, or None."""
         address = self.rules.listed_address(target.address)
         return self.registry.get(target.listed_as, address, target.port)
 
@@ -4297,7 +4286,6 @@ class PolledGame(Game):
         return self.registry.list_or_refresh(key, source, now, lifetime, fields, is_pinned)
 
     def poll_missed(self, target, now):
-        """Handle a missed poll: after several, remove the server, or show it as not responding."""
         server = self.listed_server(target)
         is_unlisted = server is None and target.why != NAMED
         is_gone = target.missed >= MISSED_POLLS_LIMIT or is_unlisted
@@ -5664,7 +5652,6 @@ def arenas_text(blocks):
 
 
 def counted_zone_entry(zone):
-    """Return a zone's number of players and its entry in the list."""
     version = int(zone.version) if zone.version.isdecimal() else ZONE_VERSION
     head = ZONE_ENTRY.write(
         address=ipv4_bytes(zone.address),
@@ -5994,7 +5981,6 @@ def aio_escape(text):
 
 
 def aio_unescape(field):
-    """Undo aio_escape() in a field of a message, in bytes."""
     return field.replace(b"<num>", b"#").replace(b"<percent>", b"%")
 
 
@@ -6427,7 +6413,6 @@ class AioSession(MessageSession):
             self.claimed_address = address
 
     def listed_at(self, port):
-        """Return the key of a server of this peer at this port."""
         return self.game, self.rules.listed_address(self.address, self.claimed_address), port
 
     def keep_alive(self, now):
@@ -7220,8 +7205,8 @@ LUANTI_GOODBYE = Form("<4s 2s 3s", "id peer kind", id=LUANTI_ID, kind=b"\0\0\3")
 def read_luanti_address(text):
     """Return the announced address for players to connect to: an IP address, a host name with a
     dot, or "" for the address that the server announces from. Raise ValueError for others."""
-    # A host name has at most 253 characters, with its final dot (RFC 1035)
-    if not isinstance(text, str) or len(text) > 250:
+    # A host name has at most 253 characters (RFC 1035)
+    if not isinstance(text, str) or len(text) > 253:
         raise ValueError("not a text, or too long")
     if ":" in text:
         if "%" in text:
@@ -7334,7 +7319,6 @@ def first_names(names, max_bytes):
 
 
 def luanti_attributes(announcement):
-    """Return the attributes of Server with which a complete announcement is listed."""
     flags = [flag for flag in ("creative", "damage", "pvp", "password") if announcement.get(flag)]
     return {
         "private": {"luanti_announcement": announcement},
@@ -9150,7 +9134,6 @@ def time_tag(then, wall):
 
 
 def server_link(server, path="/server"):
-    """Return the link to the page at `path` about one server, which its query names."""
     game = urllib.parse.quote(server.game)
     address = urllib.parse.quote(server.address)
     return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
@@ -9635,7 +9618,6 @@ def chart_x(share):
 
 
 def chart_y(share):
-    """Return the position in a chart of a point of the plot; `share` is 0 at the bottom."""
     return "%.4g%%" % (86 - 72 * share)
 
 
@@ -9869,7 +9851,6 @@ class HttpRequest:
 
     @functools.cached_property
     def query(self):
-        """The values of the query by name."""
         values: Dict[str, str] = {}
         for name, value in urllib.parse.parse_qsl(self.query_text, keep_blank_values=True):
             if name == "country" and name in values:
@@ -10496,7 +10477,7 @@ def contact_lines(rooms, listeners, host, settings):
     for listener in listeners:
         # If a protocol has several ports, the last one takes announcements
         ports[listener.protocol] = listener.port
-        if listener.protocol == "http" and not page:
+        if listener.protocol == "http" and not page:        # the first port has the page
             page = endpoint_text(host, listener.port)
     contacts = {}
     for game, room in rooms.items():
@@ -10508,7 +10489,8 @@ def contact_lines(rooms, listeners, host, settings):
         contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
     lines = []
     for game, (reader, template) in contacts.items():
-        if page or "%(page)s" not in template:
+        needs_page = "%(page)s" in template
+        if page or not needs_page:
             line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
             lines.append((game, reader, line))
     return lines
@@ -10726,7 +10708,7 @@ def post_announce(web, request):
     source, now = request.address, request.now
     form_room, values = announced_values(web, request)
     game = announced_game(web, form_room.game if form_room else values.get("game", ""))
-    request.announced = game, 0
+    request.announced = game, 0             # for /check, also if the port cannot be read
     port = announced_value("port", values.get("port"))
     request.announced = game, port
     if form_room:
@@ -11058,7 +11040,6 @@ METRICS = {
 
 
 def get_metrics(web, request):
-    """Return all metrics, in the text format of Prometheus, version 0.0.4."""
     program = web.program
     # By the name of the metric, and by its labels, such as '{game="aio"}'; "" for no labels
     values: Any = collections.defaultdict(dict)
@@ -11674,7 +11655,6 @@ class TcpConnection:
             self.close(now)
 
     def resume(self, result, now):
-        """Pass the result of the session's job, or the exception that it raised, to the session."""
         # Otherwise it has timed out meanwhile, and has answered 503 already
         if self.events == NO_EVENTS and not self.is_closed:
             self.wait_for(selectors.EVENT_READ)
@@ -12469,7 +12449,6 @@ def check_is_file(path):
 
 
 def is_special(path):
-    """Is there a pipe, a terminal or a folder at this path?"""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -12686,7 +12665,6 @@ class EngineLink:
         self.ask("SELECT", engine.database)
 
     def close(self):
-        """Close the connection."""
         if self.file:
             self.file.close()           # an open file would keep the socket open
         self.sock.close()
@@ -12839,7 +12817,6 @@ class MasterLogs:
         self.read_own_lease()               # only to raise NameTaken
 
     def disconnect(self):
-        """Close the connection, if there is one."""
         if self.link:
             self.link.close()
         self.link = None
@@ -13258,7 +13235,6 @@ class Cluster:
         return server.last_seen >= remote.last_seen
 
     def copy_attributes(self, remote, server, names):
-        """Copy the attributes with these names from another master's entry to a listed server."""
         fields = {}
         for name in names:
             fields[name] = getattr(remote, name)
@@ -13567,7 +13543,6 @@ def may_be_queried(address, upstream_address, own_addresses):
 
 
 def is_near_address(address, own_addresses):
-    """Is this an address that is not on the internet, or one of our own?"""
     canonical = canonical_address(address)
     is_private = canonical in LOCAL_NETWORKS or canonical in HIDDEN_NETWORKS
     return is_private or canonical in own_addresses
@@ -14254,7 +14229,6 @@ class MasterServer:
             log.info("file with countries read: %s", country_file_text(result))
 
     def apply_settings(self, now):
-        """Let changed settings take effect, and close the connections of blocked addresses."""
         self.registry.apply_rules(self.settings)
         for connection in list(self.connections):
             if connection.address in self.rules.blocked:
@@ -14312,7 +14286,6 @@ class AnnouncedMaster:
         self.name = endpoint_text(host, port)
 
     def set_state(self, state, level=logging.WARNING):
-        """Set `state`, and log it if it has changed."""
         if state != self.state:
             self.state = state
             log.log(level, "%s: %s", self.name, state)
@@ -14321,7 +14294,6 @@ class AnnouncedMaster:
         return self.host, self.port, self.tls, self.address
 
     def on_step(self, step):
-        """Take over what a step of the conversation says of the success."""
         if step.accepted:
             self.was_accepted = True
             self.pause_s = RETRY_S
@@ -14540,7 +14512,6 @@ class Announcement:
                 sock.sendto(answer, (source, port))
 
     def update_players_from_file(self):
-        """Announce what the last line of the file `players_from` says."""
         try:
             with open(self.players_from, encoding="utf-8-sig", errors="replace") as file:
                 text = file.read().strip()
