@@ -5398,6 +5398,13 @@ class SubSpace(PolledGame, UdpProtocol):
         self.check_ownership(zone, announcement, now)
         self.query_announced(source, port, announcement, now)
 
+    def stopped(self, source, port, now):
+        zone = self.registry.get(self.game, self.rules.listed_address(source), port)
+        owner = zone_owner(zone)
+        if owner and owner["port"] != ZONE_HTTP_PORT and not self.is_owner_silent(zone, now):
+            raise Refused("owner", "it was announced by UDP; it leaves the list when it is silent")
+        return super().stopped(source, port, now)
+
     # Ownership
 
     def check_ownership(self, zone, announcement, now):
@@ -5421,8 +5428,9 @@ class SubSpace(PolledGame, UdpProtocol):
         if zone is not None and zone.name == name:
             return
         password = announcer["password"]
+        same_name = name.casefold()
         for other in self.registry.games[self.game].values():
-            if other is zone or not other.responding or other.name.casefold() != name.casefold():
+            if other is zone or not other.responding or other.name.casefold() != same_name:
                 continue
             if zone_owner(other).get("password", password) != password:
                 raise Refused("name", "the name %s belongs to another zone, with another "
@@ -5562,10 +5570,11 @@ class SubSpace(PolledGame, UdpProtocol):
             )
             most_bytes = ZONE_ANNOUNCEMENT_BYTES - len(head) - 1
             packet = head + text_field(server.description, most_bytes, "cp1252") + b"\0"
-            # asss announces as often
-            data = yield Send(packet, 60.0, accepted=True, state=state)
-            while data is not None:
-                data = yield Send()
+            # If nobody has the port, the system says so within this second. asss announces as often
+            for step in Send(packet, 1.0), Send(wait_s=59.0, accepted=True, state=state):
+                data = yield step
+                while data is not None:
+                    data = yield Send()
 
     def answer(self, server, data):
         """Answer a ping for a zone that does not do it itself. All players are in one arena: the
@@ -5713,6 +5722,9 @@ LINK_CHUNK_BYTES = 480
 # The IPv4 and UDP headers of a datagram. They are counted because a cluster of many packets has one
 # header, but each of the answers to these packets has its own
 UDP_HEADER_BYTES = 28
+# Of one datagram so many packets are answered, as many as we may have on their way. A cluster has
+# room for 74 that would need an answer
+LINK_ANSWERS = 4
 MAX_LIST_LINKS = 4096               # open exchanges; each takes 1 kB and its packets in flight
 
 
@@ -5763,7 +5775,7 @@ class SubSpaceLink:
         surplus_bytes = -len(data) - UDP_HEADER_BYTES
         for packet in split_cluster(data):
             answer = self.answer(packet, now)
-            if answer:
+            if answer and len(answers) < LINK_ANSWERS:
                 answers.append(answer)
                 surplus_bytes += len(answer) + UDP_HEADER_BYTES
         if not self.allow(surplus_bytes, now):

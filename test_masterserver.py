@@ -3145,6 +3145,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
             "owner", "it was announced by HTTP; sign it off there (action=stop)"))
         world.registry.remove_own(world.zone())
         world.announce()                        # it lives by these
+        self.assertRaisesRegex(ms.Refused, "announced by UDP", world.room.stopped, *ZONE, world.now)
         self.assertRaisesRegex(ms.Refused, "another UDP port .* once that port has been silent",
                                world.by_http, name="Web Zone")
         world.run(181)                          # it is silent
@@ -3472,6 +3473,7 @@ class SubSpaceLists(unittest.TestCase):
                 ("not known, and cut off", "000e 03 051234" + request + "07 0005 0102",
                  ["0004", "0003"]),
                 ("empty", "000e 00" + request + "ff", ["0004", "0003"]),
+                ("many", "000e" + 70 * sync, 4 * ["0006"]),
                 ("in a cluster", "000e 0e 000e" + request + sync, ["0006"]),
                 ("in a reliable packet", "0003 00000000 000e 05 01 00000000", ["0004", "0003"]),
                 *[("no packet", packet, []) for packet in (
@@ -3630,10 +3632,11 @@ class SubSpaceAnnouncing(unittest.TestCase):
             description="a real asss on loopback", players=6)
 
     def test_the_captured_announcement_every_minute(self):
-        steps, _ = converse(ms.SubSpace().announce(self.server), b"noise", None)
-        self.assertEqual([(step.data, step.wait_s) for step in steps],
-                         [(ZONE_PACKET, 60.0), (b"", None), (ZONE_PACKET, 60.0)])
-        self.assertIn("ping the next UDP port", steps[0].state)
+        steps, _ = converse(ms.SubSpace().announce(self.server), b"noise", None, None)
+        self.assertEqual([(step.data, step.wait_s, step.accepted) for step in steps], [
+            (ZONE_PACKET, 1.0, False), (b"", None, False), (b"", 59.0, True),
+            (ZONE_PACKET, 1.0, False)])
+        self.assertIn("ping the next UDP port", steps[2].state)
         self.server.name, self.server.description = "\u4e2d" + "é" * 40, "x" * 400
         packet = next(ms.SubSpace().announce(self.server)).data
         self.assertEqual((len(packet), packet[14:46], packet[94:]),
