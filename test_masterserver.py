@@ -6597,7 +6597,7 @@ class AmplificationTest(unittest.TestCase):
         ("list, again and again", "SubSpaceList", [CONNECT, REQUEST] * 15, LIST_BYTES),
         ("no connect", "SubSpaceList", [REQUEST, hexa("0007")], 0),
         ("sync", "SubSpaceList", [CONNECT, hexa("0005 01020304")], 4),
-        ("cluster", "SubSpaceList", [CONNECT, hexa("000e") + hexa("06 0005 01020304") * 8], 20),
+        ("cluster", "SubSpaceList", [CONNECT, hexa("000e") + hexa("06 0005 01020304") * 74], 0),
         *(("an answer to " + world.__name__, "Poller", [world().reply(world.question)], 0)
           for world in POLLED))
 
@@ -8398,7 +8398,7 @@ class DdnetTest(WebCase):
             ("clients", "clients[0]: expected an object", (["x"],)),
             ("clients", "clients[0].clan: expected a text", ([{"name": "x"}],)),
             ("clients", "clients: more than max_clients", ([client] * 65,)),
-            ("x", "info: more than 16 objects or lists", (nested(16), nested(900))),
+            ("x", "info: more than 16 objects or lists", (nested(16), nested(300))),
             ("x", no_json, (math.nan, math.inf))) for value in values]
         rows += [("clients[1].%s: expected" % name,
                   ddnet_info(clients=[client, {**client, name: value}])) for name, value in (
