@@ -4575,15 +4575,11 @@ class Iceball(Game, UdpProtocol):
                 # This cuts off the end of the map's name, the last field. The server sends its
                 # announcement again a second later, which may bring the whole name
                 trimmed = trimmed[:ICEBALL_TRIMMED_BYTES]
-        message = self.proven_message(source, trimmed)
-        mac = self.cookie.make(message, now)
-        return ICEBALL_COOKIE + mac + trimmed
-
-    @staticmethod
-    def proven_message(source, trimmed):
         # The "=" ends the address. Without it, the cookie of an announcement that begins with a
         # digit would also be valid for a longer address that ends in this digit
-        return source.encode() + b"=" + trimmed
+        message = source.encode() + b"=" + trimmed
+        mac = self.cookie.make(message, now)
+        return ICEBALL_COOKIE + mac + trimmed
 
     def version_error(self, versions):
         """Return why the versions in an announcement are refused, or "" if they are accepted.
@@ -4626,7 +4622,8 @@ class Iceball(Game, UdpProtocol):
         source, source_port = peer
         returned = data[len(ICEBALL_HANDSHAKE):]
         mac, trimmed = returned[:COOKIE_MAC_BYTES], returned[COOKIE_MAC_BYTES:]
-        if not self.cookie.is_valid(mac, self.proven_message(source, trimmed), now):
+        message = source.encode() + b"=" + trimmed          # as in answer_announcement()
+        if not self.cookie.is_valid(mac, message, now):
             raise Malformed("a cookie that went to another address, or is older than %d s"
                             % COOKIE_WINDOW_S)
         packet = (ICEBALL_HEAD + trimmed).ljust(ICEBALL_ANNOUNCEMENT.size, b"\0")
