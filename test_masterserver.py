@@ -8911,7 +8911,7 @@ class CountryFileTest(unittest.TestCase):
                     continue
                 with self.assertRaisesRegex(ms.Malformed, words, msg=data[:20]):
                     file.country("203.0.113.9")
-            self.assertLess(time.process_time() - began, 0.1, data[:20])
+            self.assertLess(time.process_time() - began, 0.5, data[:20])
         # A place in the zeros between the tree and the data
         file = ms.CountryFile(mmdb_file({"203.0.113.0/24": -5}, b""))
         self.assertRaises(ms.Malformed, file.country, "203.0.113.9")
