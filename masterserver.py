@@ -1339,7 +1339,8 @@ class Turns:
 
     A source that has as many things as it may loses its own oldest one to a new one. If the table
     is full, the source with the most things loses its oldest, so that nobody pushes out others by
-    adding many."""
+    adding many. An IPv6 site is one source here, which may have SITE_SOURCES times as much:
+    otherwise its 65,536 networks, with one thing each, would push out all others."""
 
     def __init__(self, size):
         self.size = size                # the most things that the table holds
@@ -1360,7 +1361,9 @@ class Turns:
         `limit` things. Return the thing that had to leave, or None."""
         if key in self.things:
             self.pop(key)
-        source, *_ = source_keys(address)
+        *_, source = source_keys(address)
+        if ":" in source:
+            limit *= SITE_SOURCES
         crowded = None
         if len(self.keys.get(source, ())) >= limit:
             crowded = source
@@ -5396,9 +5399,11 @@ class SubSpace(PolledGame, UdpProtocol):
         self.query_announced(source, port, announcement, now)
 
     def stopped(self, source, port, now):
-        zone = self.registry.get(self.game, self.rules.listed_address(source), port)
-        owner = zone_owner(zone)
-        if owner and owner["port"] != ZONE_HTTP_PORT and not self.is_owner_silent(zone, now):
+        address = self.rules.listed_address(source)
+        zone = self.registry.get(self.game, address, port)
+        owner_port = zone_owner(zone).get("port", ZONE_HTTP_PORT)
+        is_by_udp = owner_port != ZONE_HTTP_PORT
+        if is_by_udp and not self.is_owner_silent(zone, now):
             raise Refused("owner", "it was announced by UDP; it leaves the list when it is silent")
         return super().stopped(source, port, now)
 

@@ -805,6 +805,20 @@ class LimitsTest(unittest.TestCase):
             self.assertIsNone(turns.add("a", 1, thing, limit=1))
         self.assertEqual((turns.in_turns(), len(turns)), (["b5", "d6", "e7", "two"], 4))
 
+    def test_a_site_takes_its_turns_as_one(self):
+        """Whoever has an IPv6 /48, which has 65,536 networks, pushes out nobody else."""
+        turns = ms.Turns(20)
+        for number in range(10):
+            turns.add("192.0.2.%d" % number, number, number, limit=2)
+        for number in range(100):
+            turns.add("2001:db8:1:%x::1" % number, 100 + number, 100 + number, limit=2)
+        self.assertEqual(sorted(turns.in_turns()), [*range(10), *range(190, 200)])
+        self.assertEqual(turns.in_turns()[:11], [*range(10), 190])
+        turns = ms.Turns(1000)
+        for number in range(100):
+            turns.add("2001:db8:1:%x::1" % number, number, number, limit=2)
+        self.assertEqual(len(turns), 32)
+
 
 # --- Registry ------------------------------------------------------------------------------------
 
