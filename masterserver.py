@@ -13522,10 +13522,10 @@ UPSTREAM_ADDRESSES = 5000           # the most entries of one list that are used
 UPSTREAM_UNANSWERED = 1000
 
 
-def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
+def fetch_upstream(upstream, own_addresses, looked_up, servers_per_source):
     """Fetch the list of an Upstream. Return its FoundServers, and how many entries are left out.
 
-    This blocks. `own_addresses` are those of this machine, `host_addresses` is that of
+    This blocks. `own_addresses` are those of this machine, `looked_up` is that of
     look_up_names(). Entries are left out if they are repeated, if no server could have announced
     them, if they may not be queried, or if their source has more than `servers_per_source`. Raise
     OSError, Malformed or another ValueError if there is no list."""
@@ -13539,11 +13539,13 @@ def fetch_upstream(upstream, own_addresses, host_addresses, servers_per_source):
     # With a low rate the next fetch may come before the last server was queried. In another order
     # each time, all of them get their turn
     RANDOM.shuffle(entries)
-    look_up_names([entry["address"] for entry in entries], host_addresses)
+    look_up_names([entry["address"] for entry in entries], looked_up)
     servers = {}
     shares = Shares()
     for entry in with_pauses(entries):
-        address = host_addresses.get(entry["address"], entry["address"])
+        address = entry["address"]
+        if address in looked_up:
+            address = looked_up[address].address
         with contextlib.suppress(Refused):
             fields = room.found(entry)
             if may_be_queried(address, upstream_address, own_addresses):
@@ -13593,29 +13595,41 @@ def find_own_addresses(settings):
     }
 
 
-def look_up_names(hosts, host_addresses):
+SLOW_LOOKUP_S = 1.0                 # most names take some milliseconds
+
+
+class LookedUp(NamedTuple):
+    """The result of the last look-up of a host name in another master's list."""
+
+    address: str = ""                   # "" if the name has none, or its turn has not come yet
+    took_s: float = 0.0
+
+
+def look_up_names(hosts, looked_up):
     """Look up those of the hosts that are names, for at most 10 s. The others follow at the next
     fetch.
 
-    `host_addresses` is an OrderedDict with the address of each name that was looked up before, ""
-    if it has none. New names are looked up first, then those whose last look-up is the oldest.
-    Names that are not in `hosts` are removed."""
+    `looked_up` is an OrderedDict with the LookedUp of each name, the one that waits longest first.
+    New names wait behind all others, and those that were slow come last of all. So nobody who has
+    new names all the time, or slow name servers, keeps other names from their turn. Names that are
+    not in `hosts` are removed."""
     names = dict.fromkeys(host for host in hosts if not is_unicast(host))
-    for name in list(host_addresses):
+    for name in list(looked_up):
         if name not in names:
-            del host_addresses[name]
+            del looked_up[name]
     for name in names:
-        if name not in host_addresses:
-            host_addresses[name] = ""
-            host_addresses.move_to_end(name, last=False)
+        looked_up.setdefault(name, LookedUp())
     deadline = time.monotonic() + 10.0
-    for name in list(host_addresses):
-        if time.monotonic() >= deadline:
+    for name in sorted(looked_up, key=lambda name: looked_up[name].took_s > SLOW_LOOKUP_S):
+        began = time.monotonic()
+        if began >= deadline:
             return
-        host_addresses.move_to_end(name)
+        address = looked_up[name].address
         # The system raises a UnicodeError, which is a ValueError, for a text that cannot be a name
         with contextlib.suppress(OSError, ValueError):
-            host_addresses[name] = resolve_host(name)
+            address = resolve_host(name)
+        looked_up[name] = LookedUp(address, time.monotonic() - began)
+        looked_up.move_to_end(name)
 
 
 class UpstreamList:
@@ -13629,7 +13643,7 @@ class UpstreamList:
         self.trouble = ""                   # why the last fetch failed; "" if it did not
         # The FoundServers of the last good fetch that have not been given to the poller yet
         self.waiting = collections.deque()
-        self.host_addresses = collections.OrderedDict()     # see look_up_names()
+        self.looked_up = collections.OrderedDict()          # see look_up_names()
 
 
 class Upstreams:
@@ -13708,7 +13722,7 @@ class Upstreams:
         self.is_fetching = True
         fetch = functools.partial(
             fetch_upstream, next_list.upstream, find_own_addresses(self.settings),
-            next_list.host_addresses, self.registry.rules.max_servers_per_source)
+            next_list.looked_up, self.registry.rules.max_servers_per_source)
         self.thread.submit(fetch, functools.partial(self.on_fetched, next_list))
 
     def on_fetched(self, fetched_from, result, now):

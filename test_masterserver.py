@@ -12206,28 +12206,47 @@ class UpstreamsTest(unittest.TestCase):
         self.server.upstreams = ms.Upstreams(self.server)
         self.assertEqual(self.listed(), [("203.0.113.7", ""), ("203.0.113.9", "a.example")])
 
-    def test_host_names_in_a_list(self) -> None:
-        """They are looked up for a time, new ones first, then those looked up longest ago."""
-        known: Any = collections.OrderedDict()
-        looked_up: List[str] = []
+    def look_up(self, known: Any, *hosts: str) -> List[str]:
+        """Let a fetch look up the names of a list; return those whose turn came, in order."""
+        asked: List[str] = []
 
         def resolve(host: str, like: str = "") -> str:
-            looked_up.append(host)
-            self.now += 4.0
+            asked.append(host)
+            self.now += 12.0 if host.startswith("slow") else 0.1
             if host == "none.example":
                 raise OSError
-            return "203.0.113.%d" % len(looked_up)
+            return "203.0.113.%d" % len(asked)
         with mock.patch.object(ms, "resolve_host", resolve):
-            hosts = ["a.example", "198.51.100.1", "none.example", "b.example", "c.example"]
-            for expected in (["c.example", "b.example", "none.example"],
-                             ["a.example", "c.example", "b.example"]):
-                looked_up.clear()
-                ms.look_up_names(hosts, known)
-                self.assertEqual(looked_up, expected)
-            self.assertEqual(dict(known), {"a.example": "203.0.113.1", "b.example": "203.0.113.3",
-                                           "c.example": "203.0.113.2", "none.example": ""})
-            ms.look_up_names(["a.example"], known)
-            self.assertEqual(list(known), ["a.example"])
+            ms.look_up_names(hosts, known)
+        return asked
+
+    def test_host_names_in_a_list(self) -> None:
+        """They take turns: the one whose last look-up is the oldest first, new ones after them."""
+        known: Any = collections.OrderedDict()
+        self.assertEqual(self.look_up(known, "a.example", "198.51.100.1", "none.example"),
+                         ["a.example", "none.example"])
+        self.assertEqual(self.look_up(known, "b.example", "none.example", "a.example"),
+                         ["a.example", "none.example", "b.example"])
+        self.assertEqual({name: one.address for name, one in known.items()},
+                         {"a.example": "203.0.113.1", "none.example": "",
+                          "b.example": "203.0.113.3"})
+        self.look_up(known, "b.example")
+        self.assertEqual(list(known), ["b.example"])
+
+    def test_slow_host_names_in_a_list(self) -> None:
+        """They keep no other name waiting for more than a fetch each, new ones for one at all."""
+        good = ["good%d.example" % number for number in range(12)]
+        for new, kept, fetches in ((1, 0, 2), (9, 0, 2), (1, 3, 5)):
+            known: Any = collections.OrderedDict()
+            kept_names = ["slow-%d.example" % number for number in range(kept)]
+            for fetch in range(fetches + 3):
+                slow = ["slow-%d-%d.example" % (fetch, number) for number in range(new)]
+                asked = self.look_up(known, *slow, *kept_names, *good)
+                if fetch >= fetches - 1:
+                    self.assertEqual(set(good) - set(known), set())
+                    self.assertTrue(all(known[name].address for name in good), (new, kept, fetch))
+                if fetch >= fetches:        # all of them are looked up again at each fetch
+                    self.assertEqual(asked[:12], good)
 
 
 class RedisCase(unittest.TestCase):
