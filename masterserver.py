@@ -130,6 +130,7 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
+CLEANED_CHARACTERS = 16384      # or bytes; what follows is not decoded: no datagram has more
 PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
 COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
@@ -951,6 +952,7 @@ def clean(text, max_characters=NAME_CHARACTERS):
     """Return a text without anything that could harm a list: escape sequences, control characters,
     invisible characters and piled-up accents. Any run of blanks becomes one space."""
     if not (text.isascii() and text.isprintable()):
+        text = text[:CLEANED_CHARACTERS]
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
         text = INVISIBLE.sub("", text)
@@ -960,12 +962,13 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode UTF-8 and clean the text. An incomplete character at the end is dropped."""
-    text, _ = codecs.utf_8_decode(raw, "replace")
+    text, _ = codecs.utf_8_decode(raw[:CLEANED_CHARACTERS], "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252."""
+    raw = raw[:CLEANED_CHARACTERS]
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -3287,7 +3290,9 @@ def received_bytes(size, wait_s):
 
 def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     """Send a question, as a part of a conversation by TCP. Return all bytes that come until
-    is_complete(bytes) is true, or until the other side closes the connection."""
+    is_complete(bytes) is true, or until the other side closes the connection.
+
+    They are a bytearray: to copy megabytes in one call would stop all other threads meanwhile."""
     received = bytearray()
     data = yield Send(question, wait_s)
     while data:
@@ -3295,11 +3300,11 @@ def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
         if len(received) > most_bytes:
             raise Malformed("more than %d bytes" % most_bytes)
         if is_complete(received):
-            return bytes(received)
+            return received
         data = yield Send()
     if data is None:
         raise TimeoutError("it was not complete within %g s" % wait_s)
-    return bytes(received)
+    return received
 
 
 def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
@@ -3311,32 +3316,49 @@ def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
 
 # A value in a list in JSON may have this length. The longest entries are DDNet's, with 32 kB
 JSON_VALUE_CHARACTERS = 1 << 17
-JSON_DECODER = json.JSONDecoder()
+JSON_PIECE_BYTES = 1 << 14          # are decoded at once
+JSON_HEAD_CHARACTERS = 256          # no head of an array that json_array() finds is longer
+JSON_DECODER = json.JSONDecoder(parse_int=read_integer)
 # More blanks in a row are an error, because one call that skips megabytes takes too long
 JSON_BLANKS: Any = re.compile(r"[ \t\r\n]{0,1000}")
 
 
-def json_array(text, name):
-    """Yield the values of the first array in a text of JSON that is a member called `name`.
+def json_array(data, name):
+    """Yield the values of the first array in bytes of JSON that is a member called `name`.
 
     Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
     array is not read. The values are decoded one by one; see fetched_json()."""
-    head = re.search(r'"%s"[ \t\r\n]{0,99}:[ \t\r\n]{0,99}\[' % name, text)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    pieces = (decoder.decode(data[start:start + JSON_PIECE_BYTES])
+              for start in range(0, len(data), JSON_PIECE_BYTES))
+    head_pattern = re.compile(r'"%s"[ \t\r\n]{0,99}:[ \t\r\n]{0,99}\[' % name)
+    text, head = "", None
+    for piece in pieces:
+        text = text[-JSON_HEAD_CHARACTERS:] + piece
+        head = head_pattern.search(text)
+        if head:
+            break
     if not head:
         raise ValueError("no array %s" % name)
-    mark, position = ",", JSON_BLANKS.match(text, head.end()).end()
-    if text.startswith("]", position):
-        return
+    mark, position = "[", head.end()
     for _ in range(LIST_SERVERS):
-        if mark != ",":
-            raise ValueError("no comma at character %d" % position)
-        value, length = JSON_DECODER.raw_decode(text[position:position + JSON_VALUE_CHARACTERS])
+        while len(text) - position < JSON_VALUE_CHARACTERS:
+            piece = next(pieces, "")
+            if not piece:               # the end of the data
+                break
+            text, position = text[position:] + piece, 0
+        position = JSON_BLANKS.match(text, position).end()
+        if mark == "[" and text.startswith("]", position):
+            return
+        if mark not in ("[", ","):
+            raise ValueError("no comma before %a" % text[position:position + 20])
+        value, position = JSON_DECODER.raw_decode(text, position)
         yield value
-        position = JSON_BLANKS.match(text, position + length).end()
+        position = JSON_BLANKS.match(text, position).end()
         mark = text[position:position + 1]
         if mark == "]":
             return
-        position = JSON_BLANKS.match(text, position + 1).end()
+        position += 1
     raise ValueError("more than %d servers" % LIST_SERVERS)
 
 
@@ -3354,7 +3376,7 @@ def fetched_json(path, name):
 
     def values():
         try:
-            yield from json_array(answer.body.decode(), name)
+            yield from json_array(answer.body, name)
         except (RecursionError, ValueError) as error:
             raise Malformed("%s: %s" % (path, error_text(error))) from None
 
@@ -7580,8 +7602,16 @@ class Luanti(PolledGame):
 
     def fetch(self):
         entries = yield from fetched_json("/list", "list")
-        return read_entries(entries, lambda entry: {
-            **json_entry(entry, "clients", "clients_max"), "private": entry})
+        return read_entries(entries, self.read_entry)
+
+    @staticmethod
+    def read_entry(entry):
+        server = json_entry(entry, "clients", "clients_max")
+        server["private"] = {}          # which found() refuses
+        # Of the entry, only these are kept: a list of 24 MB can have eight million empty lists
+        with contextlib.suppress(Refused):
+            server["private"] = read_luanti_fields({**LUANTI_COMPUTED, **entry})
+        return server
 
     def found(self, entry):
         announcement = read_luanti_fields({**LUANTI_COMPUTED, **entry["private"]})
@@ -13481,8 +13511,9 @@ def http_answer(place, step):
             context = ssl.create_default_context()
             sock = stack.enter_context(context.wrap_socket(sock, server_hostname=host))
         request = head.encode() + b"\r\n" + step.data
-        response = converse(received_until_closed(request, wait_s=step.wait_s), sock)
-    head, _, body = response.partition(b"\r\n\r\n")
+        body = converse(received_until_closed(request, wait_s=step.wait_s), sock)
+    head, _, _ = body[:HTTP_HEAD_BYTES].partition(b"\r\n\r\n")
+    del body[:len(head) + len(b"\r\n\r\n")]
     status = re.match(rb"HTTP/1\.[0-9] ([0-9]{3})\b", head)
     if not status:
         raise Malformed("no answer by HTTP; is that the port of the master's page?")

@@ -13200,16 +13200,49 @@ class ClientTools(unittest.TestCase):
                 ('{"list":[1,"]",{"a":[2]},null , [],-2.5e3]',
                  [1, "]", {"a": [2]}, None, [], -2500]),
                 ('{"total":{"clients":3},"list":[{"port":1}, {"port":2}]}',
-                 [{"port": 1}, {"port": 2}]), ('{"list":[%s]}' % long, [json.loads(long)])):
-            self.assertEqual(list(ms.json_array(text, "list")), expected, text[:40])
+                 [{"port": 1}, {"port": 2}]), ('{"list":[%s]}' % long, [json.loads(long)]),
+                ('{%s"list":["\u2603%s",1]}' % (ms.JSON_PIECE_BYTES * " ", "\U0001f600" * 9000),
+                 ["\u2603" + "\U0001f600" * 9000, 1])):
+            self.assertEqual(list(ms.json_array(text.encode(), "list")), expected, text[:40])
         for text in ("", "{", "{}", "[]", "5", '{"list"}', '{"list":5}', '{"list":[', '{"list":[1',
                      '{"list":[1 2]}', '{"list":[1,]}', '{"list":[,]}', '{"lists":[1]}',
                      '{"list":[%s]}' % (5000 * " "),
-                     '{"list":["x%s]}' % long[1:], '{"list":[}]',
+                     '{"list":["%s%s]}' % ("x" * ms.JSON_PIECE_BYTES, long[1:]), '{"list":[}]',
                      '{"list":[%s]}' % ",".join("1" * (ms.LIST_SERVERS + 1))):
-            self.assertRaises(ValueError, list, ms.json_array(text, "list"))
+            self.assertRaises(ValueError, list, ms.json_array(text.encode(), "list"))
         self.assertRaises((RecursionError, ValueError), list,
-                          ms.json_array('{"list":[' + 50000 * "[", "list"))
+                          ms.json_array(b'{"list":[' + 50000 * b"[", "list"))
+
+    def test_long_lists_are_read_piece_by_piece(self) -> None:
+        """No call takes more than some milliseconds, in which all other threads would stand."""
+        class Pieces(bytes):
+            lengths: List[int] = []
+
+            def __getitem__(self, part: Any) -> Any:
+                piece = super().__getitem__(part)
+                self.lengths.append(len(piece))
+                return piece
+        values = [{"name": "\U0001f600" * 99}] * 9000
+        data = Pieces(json.dumps({"list": values}, ensure_ascii=False).encode())
+        read = ms.json_array(data, "list")
+        self.assertEqual(next(read), values[0])
+        before_value = sum(data.lengths)
+        self.assertLess(before_value, 5 * ms.JSON_VALUE_CHARACTERS)
+        self.assertEqual(len(list(read)), 8999)
+        self.assertEqual((max(data.lengths), sum(data.lengths)), (ms.JSON_PIECE_BYTES, len(data)))
+        self.assertEqual([ms.clean("\x7f" * 20000 + "x"), ms.decode_utf8(b"\0" * 20000 + b"x"),
+                          ms.decode_legacy(b"\0" * 20000 + b"x")], ["", "", ""])
+
+    def test_of_a_list_only_what_is_checked_is_kept(self) -> None:
+        right = {**json.loads(LUANTI_STORED), "address": "192.0.2.1", "port": 1, "else": [[]] * 9}
+        entries = [right, {**right, "mods": [[]] * 9}]
+        fetch = ms.Luanti().fetch()
+        next(fetch)
+        with self.assertRaises(StopIteration) as end:
+            fetch.send(ms.HttpAnswer(200, json.dumps({"list": entries}).encode()))
+        first, second = end.exception.value
+        self.assertEqual((set(first["private"]) - set(ms.LUANTI_FIELDS), second["private"]),
+                         (set(), {}))
 
     def test_a_master_that_comes_to_no_end(self) -> None:
         over = threading.Event()
