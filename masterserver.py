@@ -4563,8 +4563,11 @@ class Iceball(Game, UdpProtocol):
         it listed after it has left."""
         if now >= self.prove_at:
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
-            # Without its fingerprint, a server's next announcement is answered with a cookie
-            self.registry.forget_fingerprints(self.game)
+            for server in self.registry.games[self.game].values():
+                # While a flood uses its address, a server could not prove that, and would leave
+                if not self.rules.datagram_limiter.is_nearly_empty(server.source, now):
+                    # Its next announcement is answered with a cookie
+                    self.registry.forget_fingerprints_of(server)
         listed = len(self.registry.games[self.game])
         if len(self.senders) > 2 * listed + ICEBALL_SENDERS_LEFT:
             senders, self.senders = self.senders, {}
@@ -4868,9 +4871,9 @@ class IceballDraft:
             return DRAFT_NO_SESSION
         name, value = read_draft_field(data)
         server = self.list_session(session, peer, {name: value} if name else {}, now)
-        if kind == DRAFT_STILL_HERE:
-            source, _ = peer
-            self.iceball.registry.set_fingerprint(server, hash((data, source)))
+        source, _ = peer
+        still_here = DRAFT_STILL_HERE + session.identity
+        self.iceball.registry.set_fingerprint(server, hash((still_here, source)))
         if not name:
             return b""
         # The answer repeats the packet with the value that is now stored, which may be shorter
@@ -5557,7 +5560,9 @@ class SubSpace(PolledGame, UdpProtocol):
         listed = super().list_polled(target, fields, now)
         if listed is zone:
             if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
-                zone.last_seen = heard_at
+                # If a flood uses its address, its announcements are lost; its answers have to do
+                is_flooded = self.rules.datagram_limiter.is_nearly_empty(zone.source, now)
+                zone.last_seen = now if is_flooded else heard_at
             # What an answer has changed is not in the announcement, so that still says nothing new
             for fingerprint in fingerprints:
                 self.registry.set_fingerprint(zone, fingerprint)

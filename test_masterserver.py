@@ -9893,6 +9893,96 @@ class UdpSocketTest(unittest.TestCase):
         return given
 
 
+class FloodedWire:
+    """A socket without a system: what has arrived, and what was sent."""
+
+    family = socket.AF_INET6
+
+    def __init__(self) -> None:
+        self.arrived: Any = collections.deque()
+        self.sent: Any = collections.deque()
+
+    def recvfrom(self, size: int) -> Any:
+        if not self.arrived:
+            raise BlockingIOError
+        return self.arrived.popleft()
+
+    def sendto(self, data: bytes, peer: ms.Peer) -> int:
+        self.sent.append((data, peer))
+        return len(data)
+
+
+class FloodTest(unittest.TestCase):
+    """Forged datagrams in the name of a listed server, so many each second that the limiter drops
+    nearly all of its own. It stays for as long as it goes on, and leaves when it ends."""
+
+    sender = ZONE[0], 40000
+    identity = b""                      # of a server of Iceball's first draft
+
+    def zone(self, second: int, players: int) -> List[bytes]:
+        return [zone_packet(players=players)] if second % 60 == 0 else []
+
+    def draft(self, second: int, players: int) -> List[bytes]:
+        if second == 0:
+            return [hexa("01 0100 0151 00")]
+        number = b"\4" + self.identity + b"\1" + struct.pack("<I", players)
+        return [number, b"\5" + self.identity] if second % 30 == 1 else []
+
+    def iceball(self, second: int, players: int) -> List[bytes]:
+        return [announcement(players=players)] if second % 40 < 5 else []
+
+    def reply(self, packet: bytes) -> bytes:
+        """What the game server answers at the port that it was asked at."""
+        if packet.startswith(b"MSOK"):
+            return b"HSHK" + packet[4:]
+        if packet.startswith(b"\2"):
+            self.identity = packet[1:5]
+            return b"\5" + self.identity
+        return asss(packet) if len(packet) in (4, 8) and packet[:1] != b"\4" else b""
+
+    def arrive(self, now: float, *packets: bytes) -> None:
+        self.wire.arrived += [(packet, self.sender) for packet in packets]
+        while self.wire.arrived:
+            self.place.on_readable(now)
+            while self.wire.sent:
+                data, peer = self.wire.sent.popleft()
+                answer = self.reply(data)
+                if answer:
+                    self.wire.arrived.append((answer, peer))
+
+    def run_for(self, seconds: Iterable[int], is_there: bool, forged: int) -> None:
+        for second in seconds:
+            now = float(second)
+            self.arrive(now, *[b"forged"] * forged)
+            self.registry.expire(now)
+            self.room.tick(now)
+            players = second // 30 if self.is_changing else 0
+            if is_there:
+                self.arrive(now, *self.announced(second, players))
+            for query, peer in self.poller.tick(now):
+                if is_there:
+                    self.poller.datagram(asss(query), peer, now)
+
+    def test_a_server_stays_through_a_flood(self) -> None:
+        for make, announced, is_changing in (
+                (ms.SubSpace, self.zone, False), (ms.SubSpace, self.zone, True),
+                (ms.Iceball, self.draft, False), (ms.Iceball, self.draft, True),
+                (ms.Iceball, self.iceball, False)):
+            with self.subTest(announced=announced.__name__, is_changing=is_changing):
+                core = make_core(limits__datagrams="5/20")
+                self.registry, self.poller, self.room = core.registry, core.poller, make(core)
+                self.announced, self.is_changing, self.wire = announced, is_changing, FloodedWire()
+                wire: Any = self.wire
+                self.place = ms.UdpSocket("flooded", wire, self.room, ms.Tally(),
+                                          core.registry.rules.datagram_limiter, core.registry)
+                self.run_for(range(100), True, 0)
+                server, = self.registry.servers()
+                self.run_for(range(100, 2000), True, 50)
+                self.assertEqual(self.registry.servers(), [server])
+                self.run_for(range(2000, 3000), False, 50)
+                self.assertEqual(self.registry.servers(), [])
+
+
 class OneAnswer(ms.Session):
     """Answers each byte with so many times itself; "." ends it, "!" fails, "?" cannot be read."""
 
