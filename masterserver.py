@@ -128,6 +128,9 @@ LOOKUP_WAITERS = 16
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
 DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and the log
 
+# The longest record of a server in JSON. Several masters exchange records of all that they list, a
+# thousand at once
+RECORD_BYTES = 64_000
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
 CLEANED_CHARACTERS = 16384      # or bytes; what follows is not decoded: no datagram has more
@@ -7648,6 +7651,9 @@ DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
 DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
 DDNET_INFO_BYTES = 32 << 10         # the longest info; 64 players with skins have some 16 kB
+# A record has the info as a text in JSON, where each quote and each backslash takes another byte.
+# The other fields of a record take less than 4 kB
+DDNET_RECORD_BYTES = RECORD_BYTES - 4096
 # Every player downloads all infos with the list. An info usually has 2 kB, and every server may
 # have this many bytes. What the infos have beyond that is limited: for the servers of one source,
 # so that 32 of them can be full of players, and for all together, of which no site gets more than
@@ -7655,6 +7661,9 @@ DDNET_INFO_BYTES = 32 << 10         # the longest info; 64 players with skins ha
 DDNET_USUAL_BYTES = 4096
 DDNET_SOURCE_LARGE_BYTES = 512 << 10
 DDNET_LARGE_BYTES = 16 << 20
+# The bytes of new infos that are read of one source: (a second, at once). 32 servers full of
+# players have 512 kB, and register every 15 s; to read them takes 25 ms
+DDNET_READ_BYTES = 40_000, 512 << 10
 
 
 class DdnetRequest(NamedTuple):
@@ -7770,7 +7779,10 @@ def read_ddnet_info(raw):
         raise Malformed("info: a number or a text that JSON does not have") from None
     if len(compact) > DDNET_INFO_BYTES:     # longer than it came: Python writes 1e15 in 18 bytes
         raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
-    return compact.decode()
+    text = compact.decode()
+    if len(to_json(text)) > DDNET_RECORD_BYTES:
+        raise Malformed("info: it has too many quotes and backslashes")
+    return text
 
 
 def check_ddnet_members(where, values, members):
@@ -7787,12 +7799,16 @@ def check_ddnet_members(where, values, members):
 
 def is_deeper(value, levels):
     """Does a value of JSON have more than so many objects and lists within each other?"""
-    if not isinstance(value, (dict, list)):
-        return False
-    if not levels:
-        return True
-    members = value.values() if isinstance(value, dict) else value
-    return any(is_deeper(member, levels - 1) for member in members)
+    values = [value]
+    for _ in range(levels):
+        members = []
+        for each in values:
+            if isinstance(each, dict):
+                members += each.values()
+            elif isinstance(each, list):
+                members += each
+        values = members
+    return any(isinstance(each, (dict, list)) for each in values)
 
 
 def count_ddnet_players(info):
@@ -7821,6 +7837,20 @@ def read_ddnet_registration(values):
     if not has_hash or type(serial) is not int or not 0 < len(addresses) <= DDNET_ADDRESSES:
         raise Malformed("a wrong secret, serial or number of addresses")
     return {"info": info, "serial": serial, "secret": secret, "addresses": addresses}
+
+
+def ddnet_attributes(info_text):
+    """Return the attributes of Server in an info, which read_ddnet_info() has returned."""
+    info = json.loads(info_text)
+    return {
+        "name": clean(info["name"]),
+        "mode": clean(info["game_type"]),
+        "map": clean(info["map"]["name"]),
+        "version": clean(info["version"]),
+        "players": clamp(count_ddnet_players(info)),
+        "max_players": clamp(info["max_players"]),
+        "details": {"flags": "password" if info["passworded"] else ""},
+    }
 
 
 def ddnet_large_bytes(info):
@@ -7894,6 +7924,9 @@ class Ddnet(Game):
         # This master's servers by the hash of Secret. Some have left within the last second
         self.by_secret = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
+        # By the hash of Secret, the hash of the last body that was read, and the info in it
+        self.bodies = {}
+        self.body_limiter = Limiter(DDNET_READ_BYTES)
         self.prove_at = -math.inf       # when all tokens have to be verified again
 
     @staticmethod
@@ -7928,7 +7961,6 @@ class Ddnet(Game):
         if server is not None:
             registration = self.registration(server)
         if request.body:                # it counts whatever Info-Serial is: it came last
-            info = read_ddnet_info(request.body)
             try:
                 self.check_size(source, server, info)
             except Refused:
@@ -7939,6 +7971,8 @@ class Ddnet(Game):
         elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
         server = self.list_address(asked, server, registration, now)
+        if request.body:
+            self.bodies[asked.secret] = hash(request.body), registration["info"]
         if not request.body and not request.close_connection:       # else nothing is repeated
             fingerprint = hash((request.head, request.peer_address))
             addresses = server.private["ddnet_addresses"]
@@ -7968,6 +8002,21 @@ class Ddnet(Game):
             if listed_port != port or is_another:
                 raise Refused("owner", "Secret: it is that of the server at %s; a server that has "
                                        "moved waits %d s" % (text, DDNET_LIFETIME_S))
+
+    def read_body(self, asked, server, body, now):
+        """Return the info in the body of a registration. Raise Malformed or Refused.
+
+        What has not changed is not read again: all addresses of a server bring the same info."""
+        if server is not None:
+            info = self.registration(server)["info"]
+            if self.bodies.get(asked.secret) == (hash(body), info):
+                return info
+        source = asked.source
+        if not (self.body_limiter.allow(source, now, len(body)) or self.rules.exempts(source)):
+            raise Refused("limit", "infos: too many bytes of them have changed; wait 15 s")
+        info = read_ddnet_info(body)
+        self.check_size(source, server, info)
+        return info
 
     def check_size(self, source, server, info):
         """Raise Refused if an info is too large together with those of other servers.
@@ -8013,28 +8062,24 @@ class Ddnet(Game):
         address, port = ddnet_endpoint(first_address)
         key = self.game, address, port
         source = addresses[first_address].source        # the one that the server counts for
-        info = json.loads(registration["info"])
-        name = clean(info["name"])
-        if server is None or server.key != key:
+        is_there = server is not None and server.key == key
+        if is_there and registration["info"] == self.registration(server)["info"]:
+            fields = {"name": server.name}          # the others stay as they are
+        else:
+            fields = ddnet_attributes(registration["info"])
+        if not is_there:
             other = self.registry.get(*key)
             if other is not None and not other.master:
                 # It is probably the same game server before it was started again
                 raise Refused("owner", "Secret: %s is listed with another one; a server that was "
                               "started again waits %d s" % (first_address, DDNET_LIFETIME_S))
-        if server is not None and server.key != key:
-            self.registry.check_rules(source, address, port, name)
+        if server is not None and not is_there:
+            self.registry.check_rules(source, address, port, fields["name"])
             self.rules.check_source_limit(self.registry.own, source)
             self.registry.remove_own(server)
         listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, {
             "room": self.game,
             "verified": "handshake",
-            "name": name,
-            "mode": clean(info["game_type"]),
-            "map": clean(info["map"]["name"]),
-            "version": clean(info["version"]),
-            "players": clamp(count_ddnet_players(info)),
-            "max_players": clamp(info["max_players"]),
-            "details": {"flags": "password" if info["passworded"] else ""},
             "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
         })
         self.by_secret[registration["secret"]] = listed
@@ -8075,6 +8120,7 @@ class Ddnet(Game):
         secret = self.registration(server)["secret"]
         if self.by_secret.get(secret) is server:
             del self.by_secret[secret]
+            self.bodies.pop(secret, None)
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
@@ -12653,8 +12699,7 @@ def bound_socket(family, transport, address, port):
 # Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
 # which talks to Redis or Valkey through EngineLink.
 
-# A reply has at most a thousand records. The longest record of a server takes 25 kB, or
-# twice as much if every byte has to be escaped.
+# A reply has at most a thousand records, of RECORD_BYTES each.
 REPLY_BYTES = 64 << 20
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB

@@ -1078,6 +1078,18 @@ class RegistryTest(unittest.TestCase):
                                   lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
 
+    def test_a_room_forgets_only_the_fingerprints_of_its_own(self):
+        core = with_rooms(make_core())
+        for game in core.rooms:
+            server = core.registry.list_or_refresh(
+                (game, "203.0.113.9", 5), "203.0.113.9", 0.0, 1e9, {"room": game, "private": {
+                    "ddnet_registration": {"info": "{}"}, "ddnet_addresses": {}, "flavor": 0}})
+            core.registry.set_fingerprint(server, game)
+        for game, left in (("iceball", {*core.rooms} - {"iceball"}),
+                           ("ddnet", {*core.rooms} - {"iceball", "ddnet"})):
+            core.rooms[game].tick(0.0)
+            self.assertEqual({*core.registry.by_fingerprint}, left)
+
     def test_values_beyond_the_maximum_do_not_change_at_each_poll(self):
         for fields in ({"players": 9, "max_players": 8}, {"players": -1}, {"players": 70000},
                        {"players": 3, "playing": 5}):
@@ -7709,6 +7721,17 @@ class AnnounceTest(WebCase):
         self.answer_query(200.0)
         self.assertEqual(self.registry.total, 1)
 
+    def test_long_bodies_cost_more(self):
+        """By default a source has 50 requests at once, with bodies of 8 kB each."""
+        for size, most in (300, 50), (ms.TOKEN_BYTES, 50), (ms.HTTP_BODY_BYTES, 6):
+            for settings, most_here in ({}, most), ({"limits__requests": "1/1"}, 1):
+                self.program = make_core(games__mygame="My Game", limits__exempt="", **settings)
+                self.web = ms.Web(self.program)
+                fields = {"game": "mygame", "port": 4000, "x": ""}
+                fields["x"] = "y" * (size - len(json.dumps(fields)))
+                answers = [self.post(fields)[0] for _ in range(60)]
+                self.assertEqual(answers, [200] * most_here + [429] * (60 - most_here), size)
+
     def test_at_most_64_fields(self):
         for most, status in (64, 200), (65, 400):
             fields = {"game": "mygame", "port": 4000, "name": "N"}
@@ -8360,6 +8383,89 @@ class DdnetTest(WebCase):
         server, = self.registry.servers()
         self.assertEqual((server.address, self.addresses()), (self.HERE_6, [self.URLS[2:]]))
 
+    def test_what_has_not_changed_is_not_read(self):
+        """Each address of a server brings the same info; it is read once, until another comes."""
+        with mock.patch.object(ms, "read_ddnet_info", wraps=ms.read_ddnet_info) as read:
+            places = self.all_four()
+            self.assertEqual(read.call_count, 1)
+            for number, body in enumerate((ddnet_info(name="B"), DDNET_INFO, ddnet_info(name="B"))):
+                for fields, source in places:
+                    self.assertEqual(self.send(ddnet_request(fields, body), source, 15.0),
+                                     (200, "success"))
+                self.assertEqual(read.call_count, 2 + number)
+                entry, = self.entries(15.0 + number)
+                self.assertEqual(entry["info"], json.loads(body))
+            server, = self.registry.servers()
+            # Another master has heard the server with another info since
+            registration = {**self.ddnet.registration(server), "info": DDNET_INFO.decode()}
+            self.registry.update(
+                server, {"private": {**server.private, "ddnet_registration": registration}})
+            self.send(ddnet_request(places[0][0], body), now=20.0)
+            self.assertEqual((read.call_count, server.name), (5, "B"))
+        self.registry.remove_own(server)
+        self.tick(20.0)
+        self.assertEqual(self.ddnet.bodies, {})
+
+    def test_new_infos_are_read_within_a_limit(self):
+        """By the bytes of one source. A listed server stays, with its last info that was read."""
+        answer, fields = self.register()
+        with mock.patch.object(ms, "read_ddnet_info", wraps=ms.read_ddnet_info) as read:
+            answers = collections.Counter()
+            for number in range(500):           # in 10 s
+                now = number / 50
+                body = ddnet_info(name="N%d" % number, x="y" * 31_000)
+                self.registry.rules.message_limiter.table.clear()       # that of requests
+                status, message = self.send(ddnet_request(fields, body), now=now)
+                answers[status] += 1
+                self.tick(now)
+        a_second, at_once = ms.DDNET_READ_BYTES
+        self.assertAlmostEqual(read.call_count, (at_once + 10 * a_second) / len(body), delta=2)
+        self.assertEqual(answers, {200: read.call_count, 429: 500 - read.call_count})
+        self.assertIn("too many bytes", message)
+        server, = self.registry.servers()
+        (last, ), _ = read.call_args
+        self.assertEqual((server.last_seen, server.name), (now, json.loads(last)["name"]))
+        answer, _ = self.register(self.other(8400), ddnet_info(x="y" * 9), "203.0.113.10", now)
+        self.assertEqual(answer, (200, "success"))      # others do not pay for it
+        with mock.patch.dict(self.settings, limits__exempt=self.HERE):
+            self.start()
+        for number in range(40):
+            answer, _ = self.register(body=ddnet_info(x=number, y="z" * 31_000))
+            self.assertEqual(answer, (200, "success"))
+
+    def test_no_record_is_too_long_for_another_master(self):
+        """Each quote and backslash of an info takes another byte in it. A reply has a thousand."""
+        sizes = []
+        for unit in ("y", "\\", '"', "\1", "\x7f", "\xe9", "\U0001f600", ["\\"], {"\\": "\\"},
+                     [[]], 1e15):
+            self.start()
+            units = unit if isinstance(unit, str) else [unit]
+            body = b""
+            for count in range(0, 1 << 15, 256):         # the longest body of this kind
+                longer = ddnet_info(name="\U0001f600" * 128, x=units * count)
+                with contextlib.suppress(ms.Malformed):
+                    if len(longer) <= ms.DDNET_INFO_BYTES and ms.read_ddnet_info(longer):
+                        body = longer
+                        continue
+                break
+            for fields, source in itertools.product(
+                    (DDNET_0_6, DDNET_0_7), (self.HERE, "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff")):
+                self.assertEqual(self.register(fields, body, source)[0], (200, "success"))
+            server, = self.registry.servers()
+            record = ms.to_json((*ms.listed_row(server, 0.0), True))
+            self.assertLessEqual(len(record), ms.RECORD_BYTES)
+            sizes.append(len(record))
+            row = ms.read_row(json.loads(record)[:len(ms.ListedRow._fields)])
+            self.assertIsNotNone(ms.restored_server(row, 0.0, 0.0))
+        self.assertGreater(max(sizes), 0.9 * ms.RECORD_BYTES)
+        batch = ms.CLUSTER_BATCH * (ms.RECORD_BYTES + len("$64000\r\n") + ms.REPLY_PART_BYTES)
+        self.assertLess(batch, ms.REPLY_BYTES)
+        for unit in "\\", '"':
+            body = ddnet_info(x=unit * 16_000)
+            self.assertLess(len(body), ms.DDNET_INFO_BYTES)
+            (status, message), _ = self.register(self.other(8400), body)
+            self.assertEqual((status, "quotes and backslashes" in message), (400, True))
+
     def test_when_the_info_is_needed(self):
         self.assertEqual(self.register(body=b"")[0], (200, "need_info"))
         answer, fields = self.register()
@@ -8557,6 +8663,7 @@ class DdnetTest(WebCase):
     def test_large_infos_are_counted(self):
         """By source and in all. Who is listed stays, with his old info; small ones always fit."""
         large = ddnet_info(x="y" * 32_000)
+        self.ddnet.body_limiter = mock.Mock()
         for port in range(9000, 9018):      # 512 kB, with 28 kB beyond the usual 4 kB
             self.register(self.other(port), large)
         for port, body, source, now, status in (
