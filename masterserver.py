@@ -9819,6 +9819,8 @@ def chart_paths(bars, width, top):
 
 # To search this many servers takes about 4 ms, and costs the client as much as one request
 SEARCH_SERVERS = 1000
+# To read a body of this many bytes takes up to 1 ms, and costs as much as one request
+TOKEN_BYTES = 8192
 
 HTML_TYPE = "text/html; charset=utf-8"
 TEXT_TYPE = "text/plain; charset=utf-8"
@@ -10344,7 +10346,8 @@ class Web(TcpProtocol):
         A server that the route refuses is recorded for the page /check. Raise HttpError if the path
         or the method does not exist, if a limit is exceeded, or if the route refuses the request.
         """
-        self.charge(request, 1)
+        tokens = self.rules.request_tokens(request.body_bytes / TOKEN_BYTES)
+        self.charge(request, max(1, tokens))
         route = self.routes.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
