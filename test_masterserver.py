@@ -12169,7 +12169,8 @@ class UpstreamsTest(unittest.TestCase):
         core = make_core()._replace(settings=chosen, registry=self.server.registry,
                                     poller=self.server.poller)
         self.server.rooms = core.rooms
-        core.rooms.update((room.game, room(core)) for room in (ms.Hyperbol, ms.Quake3, ms.Luanti))
+        core.rooms.update((room.game, room(core))
+                          for room in (ms.Hyperbol, ms.Quake3, ms.Luanti, ms.SubSpace))
         self.server.protocols += core.rooms.values()
         self.server.upstreams = ms.Upstreams(self.server)
 
@@ -12205,6 +12206,15 @@ class UpstreamsTest(unittest.TestCase):
         lines = [call[1][0] % call[1][1:] for call in self.log.method_calls]
         self.log.reset_mock()
         return lines
+
+    def test_ports_that_cannot_be_asked(self) -> None:
+        """A zone is asked at the port after its own, and 65535 has none."""
+        self.lists = {"a.example": [("203.0.113.9", 65535), ("203.0.113.9", 0)]}
+        for line, asked in (("subspace a.example", []),
+                            ("quake3 a.example Xonotic 3", ["203.0.113.9"])):
+            self.start(line)
+            with mock.patch.object(ms.SubSpace, "found", return_value={}):
+                self.assertEqual(self.run_for(9)[:1], asked)
 
     def test_listed_with_where_it_was_found(self) -> None:
         self.lists = {"a.example": [("203.0.113.9", 5), ("203.0.113.8", 5)],
