@@ -132,6 +132,8 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 # thousand at once
 RECORD_BYTES = 64_000
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
+# Of a text, so many times the characters that are kept are read: it may have colours or accents
+CLEANED_TIMES = 8
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
 CLEANED_CHARACTERS = 16384      # or bytes; what follows is not decoded: no datagram has more
 PLAYERS_MAX = 65535             # in the list with the widest field, a u16
@@ -954,6 +956,7 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 def clean(text, max_characters=NAME_CHARACTERS):
     """Return a text without anything that could harm a list: escape sequences, control characters,
     invisible characters and piled-up accents. Any run of blanks becomes one space."""
+    text = text[:CLEANED_TIMES * max_characters]
     if not (text.isascii() and text.isprintable()):
         text = text[:CLEANED_CHARACTERS]
         text = ESCAPE_SEQUENCE.sub("", text)
