@@ -3748,9 +3748,6 @@ class MessageSession(Session):
 # A query is one datagram to a game server. A poll is all the queries that it takes to learn the
 # state of the server: usually one, and more if the game needs several or if a datagram is lost.
 
-# The longest answer that is read. AIO's descriptions have no limit, but only their first
-# TEXT_CHARACTERS are shown
-POLL_ANSWER_BYTES = 16384
 POLL_TIMEOUT_S = 3.0                # the script in the Hyperbol document waits 3 s
 # A poll is missed after two queries without an answer, because a single datagram may get lost
 POLL_ATTEMPTS = 2
@@ -3759,6 +3756,8 @@ MISSED_POLLS_LIMIT = 3
 # Announcements may restart this many polls in a row, because a server that has just started may
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
+# After this many wrong answers that repeat its number, a query is not open any more
+WRONG_ANSWERS_LIMIT = 8
 # At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
 # servers take nine tenths of the rate. With the longest announcement of any game, they take 160 MB
 MAX_NEWCOMERS = 2000
@@ -3771,6 +3770,13 @@ FOUND_INTERVALS = 30
 RESOLVE_S = 600.0
 # A host name without an address is looked up sooner, because our network may just have come up
 RESOLVE_RETRY_S = 60.0
+
+
+class WrongAnswer(Malformed):
+    """Raised for an answer that repeats the number of the open query, and is wrong all the same.
+
+    Only the game server itself can have sent it. Other wrong answers may be forged, so they must
+    not close the query."""
 
 
 class FoundServer(NamedTuple):
@@ -3800,6 +3806,7 @@ class Target:
     due           the time of the next query or, while a query is open, of giving it up
     asked_at      when the open query was sent; None if no query is open
     nonce         a number that the open query carries and its answer has to repeat
+    wrong_answers   how often the open query got a WrongAnswer
     unanswered    the queries in the current poll that got no answer
     missed        the polls in a row that got no answer
     restarts      the polls that announcements have restarted since the last answer
@@ -3813,7 +3820,7 @@ class Target:
     found: Optional[FoundServer] = None
     due = 0.0
     asked_at: Optional[float] = None
-    nonce = unanswered = missed = restarts = ping_ms = 0
+    nonce = wrong_answers = unanswered = missed = restarts = ping_ms = 0
     trouble = ""
     step: Any = None
     server: Optional[Server] = None
@@ -3848,7 +3855,6 @@ class Poller(UdpProtocol):
     says must not delay a server that announces itself here."""
 
     ipv4_only = False
-    datagram_bytes = POLL_ANSWER_BYTES
 
     def __init__(self, settings):
         self.rooms = []                 # those whose servers are queried
@@ -3926,9 +3932,14 @@ class Poller(UdpProtocol):
             if target is None or target.asked_at is None:
                 continue
             try:
-                fields = room.read_answer(target, data)
+                fields = room.checked_answer(target, data)
             except (Malformed, Refused) as error:
                 target.trouble = trouble = str(error)
+                if isinstance(error, WrongAnswer):
+                    target.wrong_answers += 1
+                if target.wrong_answers >= WRONG_ANSWERS_LIMIT:
+                    target.asked_at = None      # the query counts as unanswered
+                    target.unanswered += 1
                 continue
             target.missed = target.restarts = 0
             target.ping_ms = round((now - target.asked_at) * 1000)
@@ -4018,6 +4029,7 @@ class Poller(UdpProtocol):
         room = target.room
         target.nonce = room.nonce()
         target.asked_at = now
+        target.wrong_answers = 0
         target.due = now + room.timeout_s
         endpoint = target.address, target.port + room.offset
         return room.question(target), endpoint
@@ -4047,6 +4059,9 @@ class PolledGame(Game):
     timeout_s = POLL_TIMEOUT_S
     # A poll is missed after this many queries without an answer
     attempts = POLL_ATTEMPTS
+    # The longest answer that is read. This is the limit of dpmaster; the infoResponses of Quake III
+    # and its kin have at most 1 kB. A datagram of MAX_DATAGRAM_BYTES may have been cut off
+    answer_bytes = MAX_DATAGRAM_BYTES - 1
     # For how long an answer lists a server. None: as long as its last announcement says
     answer_lifetime_s: Optional[float] = math.inf
 
@@ -4076,11 +4091,18 @@ class PolledGame(Game):
         """Return the bytes of the next query to this target, with `target.nonce` in them."""
         raise NotImplementedError
 
+    def checked_answer(self, target, data):
+        """Return what read_answer() does. Raise Malformed if the data are too long to be read."""
+        if len(data) > self.answer_bytes:
+            raise Malformed("length: more than %d bytes" % self.answer_bytes)
+        return self.read_answer(target, data)
+
     def read_answer(self, target: Target, data: bytes) -> Optional[Dict[str, Any]]:
         """Return the attributes of Server in an answer to the target's open query.
 
         Return None if another question follows. Raise Malformed if the data are not an answer to
-        this query, and Refused if the server may not be listed; the query then stays open."""
+        this query, WrongAnswer if they are a wrong one, and Refused if the server may not be
+        listed; the query then stays open."""
         raise NotImplementedError
 
     def answers_so_far(self, target: Target) -> Optional[Dict[str, Any]]:
@@ -5053,6 +5075,7 @@ class Hyperbol(PolledGame, TcpProtocol):
     announced_by_http = True
     ipv4_list = True
     fetched_over = "tcp"
+    answer_bytes = 512
     flavors: Mapping[Any, int] = {}     # of the servers that the ini names, by address and port
 
     def read(self, settings):
@@ -5312,6 +5335,7 @@ class SubSpace(PolledGame, UdpProtocol):
     offset = 1
     fetched_over = "udp"
     repeated_from = "endpoint"
+    answer_bytes = 520                  # the document has 512, but one implementation sends 520
     # Announcements say how long a zone stays listed, and its answers do not
     answer_lifetime_s = None
 
@@ -5513,8 +5537,6 @@ class SubSpace(PolledGame, UdpProtocol):
         return PING_LONG.write(timestamp=target.nonce, options=options)
 
     def read_answer(self, target, data):
-        if len(data) > 520:             # the document has 512, but one implementation sends 520
-            raise Malformed("length: more than 520 bytes")
         is_first = target.step is None
         answer = PING_TOTAL.read_whole(data) if is_first else PING_LONG.read(data)
         if answer.timestamp != target.nonce:
@@ -6590,6 +6612,8 @@ class Aio(PolledGame, TcpProtocol):
     dialects = "text", "framed"
     answer_lifetime_s = None            # the connection decides when a server leaves
     answer_numbers = Form("<I I H", "players max_players version")
+    # Descriptions have no limit, but only their first TEXT_CHARACTERS are shown
+    unpacked_bytes = 16384
 
     def __init__(self, program=None):
         self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
@@ -6647,7 +6671,7 @@ class Aio(PolledGame, TcpProtocol):
         return b"\0"
 
     def read_answer(self, target, data):
-        payload = inflate(data, POLL_ANSWER_BYTES)
+        payload = inflate(data, self.unpacked_bytes)
         if payload[:1] != b"\0":
             raise Malformed("type: not an answer")
         name, following = split_string16(payload[1:])
@@ -6814,9 +6838,6 @@ def read_quake3_info(data):
     if a key occurs several times, its last value counts. Raise Malformed if it is none."""
     if not data.startswith(QUAKE3_INFO):
         raise Malformed("no infoResponse")
-    # The limit of dpmaster. Those of Quake III and its kin have at most 1 kB
-    if len(data) > 2048:
-        raise Malformed("length: %d bytes" % len(data))
     pieces = data.split(b"\\")         # the first one is QUAKE3_INFO
     keys = pieces[1::2]
     pairs = dict(zip(keys, pieces[2::2]))
@@ -7119,6 +7140,8 @@ class Quake3(PolledGame, UdpProtocol):
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat()."""
+        if len(data) > self.answer_bytes:
+            raise Malformed("length: more than %d bytes" % self.answer_bytes)
         challenge, values = read_quake3_info(data)
         try:
             mac = base64.urlsafe_b64decode(challenge)
@@ -7164,7 +7187,10 @@ class Quake3(PolledGame, UdpProtocol):
             raise Malformed("challenge: not that of the open query")
         # `ping` shows what the server says, even if nothing tells its game
         otherwise = self.listed_gamename(target) if self.program else "Quake3Arena"
-        return quake3_attributes(values, otherwise)
+        try:
+            return quake3_attributes(values, otherwise)
+        except Malformed as error:
+            raise WrongAnswer(error) from None
 
     def admitted_game(self, source, fields):
         gamename = fields["details"]["gamename"]
@@ -7442,6 +7468,7 @@ class Luanti(PolledGame):
     announced_over = ""
     fetched_over = "http"
     answer_lifetime_s = None            # its last announcement says how long it stays
+    answer_bytes = LUANTI_ANSWER.size
 
     def __init__(self, program=None):
         # The announcements whose address for players is being looked up, by source and port. The
@@ -7965,7 +7992,7 @@ class Ddnet(Game):
             registration = self.registration(server)
         if request.body:                # it counts whatever Info-Serial is: it came last
             try:
-                self.check_size(source, server, info)
+                info = self.read_body(asked, server, request.body, now)
             except Refused:
                 if server is not None:      # it stays, with its old info
                     self.list_address(asked, server, registration, now)
@@ -8081,6 +8108,7 @@ class Ddnet(Game):
             self.rules.check_source_limit(self.registry.own, source)
             self.registry.remove_own(server)
         listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, {
+            **fields,
             "room": self.game,
             "verified": "handshake",
             "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
@@ -14748,8 +14776,8 @@ def ask(sock, room, target, tries):
         target.asked_at = time.monotonic()
         try:
             sock.send(room.question(target))
-            data = sock.recv(POLL_ANSWER_BYTES)
-            fields = room.read_answer(target, data)
+            data = sock.recv(MAX_DATAGRAM_BYTES)
+            fields = room.checked_answer(target, data)
         except (Malformed, Refused) as error:
             trouble = "; what came is not an answer: %s" % error
         except socket.timeout:

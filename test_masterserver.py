@@ -1753,6 +1753,27 @@ class PollerTest(unittest.TestCase):
         self.assertEqual(self.game.answered, [target])
         self.assertRaises(ms.Malformed, self.poller.datagram, data, peer, 1.3)  # once more
 
+    def test_eight_wrong_answers_close_a_query(self):
+        """Only those that repeat its number count, as others may be forged. The poll is missed as
+        if nothing had come, and /check still knows why."""
+        target = self.ask(self.here)
+        missed = []
+        wrong = ms.WrongAnswer("far too many players")
+        for now in (1.0, 4.0, 7.0):
+            for data, peer in self.poller.tick(now):
+                for _ in range(100):
+                    self.assertRaises(ms.Malformed, self.poller.datagram, b"junk", peer, now)
+                self.assertIsNotNone(target.asked_at)
+                with mock.patch.object(self.game, "read_answer", side_effect=wrong) as read:
+                    for _ in range(100):
+                        self.assertRaises(ms.Malformed, self.poller.datagram, data, peer, now)
+                self.assertEqual(read.call_count, ms.WRONG_ANSWERS_LIMIT)
+                self.assertRaisesRegex(
+                    ms.Malformed, "nobody asked", self.poller.datagram, data, peer, now)
+                missed.append((now, target.trouble))
+        self.assertEqual(missed, [(1.0, "far too many players"), (4.0, "far too many players")])
+        self.assertEqual((self.game.silent, self.game.answered), ([1], []))
+
     def test_two_games_at_one_endpoint(self):
         other = EchoTarget(SimpleNamespace(**{**vars(make_core()), "poller": self.poller}))
         other.game, other.offset = "other", 1
@@ -2998,7 +3019,7 @@ class SubSpacePings(unittest.TestCase):
         room.read_answer(target, SHORT)
         step = target.step
         for wrong in SHORT, b"", hexa("11223345") + BOTH[4:], PING_TIME, BOTH + bytes(480):
-            self.assertRaises(ms.Malformed, room.read_answer, target, wrong)
+            self.assertRaises(ms.Malformed, room.checked_answer, target, wrong)
             self.assertIs(target.step, step)
 
     def test_timestamps_ask_for_the_total(self):
@@ -4376,7 +4397,7 @@ class Quake3Test(unittest.TestCase):
                 ({"protocol": b"6.8"}, "Malformed: protocol: '6.8'"),
                 ({"protocol": b"7" * 256}, "Malformed: protocol: ''"),
                 ({"gametype": b"a b"}, "Malformed: gametype: 'a b'"),
-                ({"x": b"y" * 2048}, "Malformed: length: 2245 bytes"),
+                ({"x": b"y" * 2048}, "Malformed: length: more than 2047 bytes"),
                 ({"gamename": None},
                  "Malformed: gamename: missing, and protocol 71 does not belong to a known game"),
                 ({"gamename": b" ", "protocol": b"68"}, "Malformed: gamename: ''"),
@@ -4611,6 +4632,27 @@ class Quake3Test(unittest.TestCase):
                          b"getserversExt 71", b"getserversExt 1942 empty", b"getserversX 71"):
             self.assertIn("Malformed", self.send(OUT + question), question)
 
+    def test_only_the_fields_that_are_used_are_decoded(self):
+        """A listed server sends as many infoResponses at once as a batch has, each another one and
+        with 460 pairs; and as many with the right number and a wrong value to the poller."""
+        self.shake()
+        pairs = b"".join(b"\\%c%c\\\xe9" % (0xc0 + number % 60, 0xc0 + number // 60)
+                         for number in range(330))
+        challenge = self.challenge(now=1.0)
+        with mock.patch.object(ms, "decode_legacy", wraps=ms.decode_legacy) as decode:
+            for number in range(ms.DRAIN_DATAGRAMS):
+                self.send(info(challenge, mapname=b"m%d" % number) + pairs, 1.0)
+            self.assertLessEqual(decode.call_count, len(ms.QUAKE3_FIELDS) * ms.DRAIN_DATAGRAMS)
+            server, = self.registry.servers()
+            self.assertEqual(server.map, "m%d" % (ms.DRAIN_DATAGRAMS - 1))
+            decode.reset_mock()
+            [(query, peer)] = self.poller.tick(2.0)
+            for number in range(ms.DRAIN_DATAGRAMS):
+                wrong = info(query[12:], gamename=b"my game %d" % number) + pairs
+                self.assertRaises(ms.Malformed, self.poller.datagram, wrong, peer, 2.1)
+            self.assertLessEqual(decode.call_count,
+                                 len(ms.QUAKE3_FIELDS) * ms.WRONG_ANSWERS_LIMIT)
+
     def test_long_lists_and_what_is_kept(self):
         for number in range(1000):
             self.shake(place=("198.18.%d.%d" % divmod(number, 250), number + 1), clients=b"1")
@@ -4622,6 +4664,10 @@ class Quake3Test(unittest.TestCase):
                 self.assertEqual(self.ask(b"getservers " + asked % (1000 + number)), [])
         _, answers = self.quake3.rendered("servers", 0.0)
         self.assertEqual(len(answers), 1)
+        with mock.patch.object(ms, "quake3_packets", wraps=ms.quake3_packets) as rendered:
+            for number in range(100):       # and no server is looked at
+                self.ask(b"getserversExt Quake3Arena 71 gametype=y%d empty full" % number)
+        self.assertEqual({len(call[0][1]) for call in rendered.call_args_list}, {0})
         self.registry.remove_own(self.registry.servers()[0])
         self.assertEqual(len(self.ask(b"getservers 71", 10.0)), 999)
 
@@ -6052,13 +6098,30 @@ class EveryGame(unittest.TestCase):
             target.nonce = world.nonce
             self.assertEqual(room.question(target), world.question)
             for wrong in world.wrong_answers:
-                self.assertRaises(ms.Malformed, room.read_answer, target, wrong)
+                self.assertRaises(ms.Malformed, room.checked_answer, target, wrong)
             fields = None
             for _ in range(3):
                 if fields is None:
                     question = room.question(target)
                     fields = room.read_answer(target, world().reply(question))
             self.assertEqual(fields, world.answered)
+
+    @in_each(POLLED)
+    def test_a_long_answer_is_not_read(self, make):
+        """The room says how long one may be; nothing longer costs more than a look at its length,
+        and the query stays open for the answer."""
+        world = make()
+        target = world.poller.add(world.here, *world.place, ms.NAMED)
+        [(_, peer)] = world.poller.tick(1.0)
+        longest = world.here.answer_bytes
+        self.assertLess(longest, world.poller.datagram_bytes)       # what is longer was cut off
+        self.assertLessEqual(len(world.reply(world.question)), longest)
+        with mock.patch.object(world.here, "read_answer", side_effect=ms.Malformed("x")) as read:
+            for size, times in (longest + 1, 0), (ms.MAX_DATAGRAM_BYTES, 0), (longest, 1):
+                self.assertRaises(
+                    ms.Malformed, world.poller.datagram, bytes(size), peer, 1.1)
+                self.assertEqual(read.call_count, times, size)
+        self.assertEqual(target.asked_at, 1.0)
 
     @in_each(WORLDS)
     def test_listed_while_it_is_there(self, make):
