@@ -119,7 +119,7 @@ LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0          # a client that takes longer to read one answer is disconnected
 OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists of 50,000 servers
-WORKER_JOBS = 64                # may wait for one thread; further jobs are refused
+WORKER_JOBS = 64                # of strangers, or of a webhook, may wait; others are refused
 # Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
 # Game servers of one source that may wait for the same look-up. With the longest announcement of
@@ -830,6 +830,19 @@ class Settings:
         return os.path.join(self.folder or "", path)
 
 
+def check_is_file(path, max_bytes=math.inf):
+    """Raise ValueError if reading from this path might block for ever, as it does with a pipe, or
+    if the file is larger."""
+    if is_special(path) and path != os.devnull:
+        raise ValueError("not a plain file; reading from a pipe may take for ever")
+    if os.path.exists(path) and os.path.getsize(path) > max_bytes:
+        raise ValueError("larger than %d MB" % (max_bytes >> 20))
+
+
+def is_special(path):
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
 def name_hint(name, right_names):
     for similar_name in difflib.get_close_matches(name, right_names, n=1, cutoff=0.5):
         return "; did you mean %s?" % similar_name
@@ -845,6 +858,7 @@ def read_ini(path, missing_ok):
     # The parser's own pattern takes "[::1]:27790 = yes" for a section
     parser.SECTCRE = re.compile(r"\[(?P<header>[^]:]+)\]\s*$")  # type: ignore[misc]
     try:
+        check_is_file(path, 4 << 20)        # with 100,000 bans
         paths_read = parser.read(path, encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingsError("%s: expected UTF-8: %s" % (path, error)) from None
@@ -855,6 +869,8 @@ def read_ini(path, missing_ok):
         raise SettingsError(
             "%s: line %s: expected [section] and below it key = value, or an indented line that "
             "continues the one above" % (path, ", ".join(map(str, line_numbers)))) from None
+    except ValueError as error:
+        raise SettingsError("%s: %s" % (path, error)) from None
     # The parser skips a file that it cannot open, without an error
     if not paths_read and (not missing_ok or os.path.lexists(path)):
         raise SettingsError(
@@ -11756,7 +11772,7 @@ class TcpConnection:
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
-            self.program.disk.submit(session.job, self.resume)
+            self.program.disk.submit(session.job, self.resume, WORKER_JOBS)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -12087,29 +12103,24 @@ def load_certificate(settings):
     """Return the Certificate that the settings name.
 
     Raise SettingsError if they name none, or if its files cannot be used."""
-    certificate_path = settings.file("http.certificate")
-    key_path = settings.file("http.key") or certificate_path
-    if not certificate_path:
-        raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
-                            "certificate")
     max_bytes = 1 << 20                 # a chain has some 10 kB
-    setting, path = "certificate", certificate_path
-    try:
-        expires = certificate_expiry(read_file(path, max_bytes))
-        if key_path != certificate_path:
-            setting, path = "key", key_path
-        key = read_file(path, max_bytes)
+    with setting_file(settings, "http.certificate") as certificate_path:
+        if not certificate_path:
+            raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
+                                "certificate")
+        certificate = read_file(certificate_path, max_bytes)
+        expires = certificate_expiry(certificate)
+    has_key_file = settings.file("http.key") not in ("", certificate_path)
+    with setting_file(settings, "http.key" if has_key_file else "http.certificate") as key_path:
+        key = read_file(key_path, max_bytes) if has_key_file else certificate
         match = re.search(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----", key)
         if not match:
             raise ValueError("there is no private key in it")
         # The older form of an encrypted key has a header field for that
         if b"ENCRYPTED" in match.group() or b"Proc-Type: 4,ENCRYPTED" in key:
             raise ValueError("its key asks for a password; store it without one")
-        setting, path = "certificate", certificate_path
+    with setting_file(settings, "http.certificate"):
         return Certificate(tls_context(certificate_path, key_path), expires)
-    except (OSError, ValueError) as error:
-        trouble = getattr(error, "strerror", None) or error
-        raise SettingsError("[http] %s = %s: %s" % (setting, path, trouble)) from None
 
 
 def certificate_expiry(pem):
@@ -12166,12 +12177,12 @@ class WorkerThread:
         self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
 
-    def submit(self, job, on_result):
+    def submit(self, job, on_result, max_waiting=math.inf):
         """Call `job()` in this thread, and then `on_result(result, now)` in the event loop.
 
-        `result` is what the job returned, or the exception that it raised. If WORKER_JOBS are
-        waiting already, the job is not done, and the result is a RuntimeError."""
-        if self.jobs.qsize() >= WORKER_JOBS:
+        `result` is what the job returned, or the exception that it raised. If `max_waiting` jobs
+        are waiting already, the job is not done, and the result is a RuntimeError."""
+        if self.jobs.qsize() >= max_waiting:
             self.post(on_result, RuntimeError("too many others are waiting"))
             return
         if self.thread is None:
@@ -12205,8 +12216,38 @@ LOG_LINES = 1000                    # how many may wait for the thread that writ
 LOG_END_S = 1.0                     # how long the end of the program waits for these to be written
 
 
+def complain(text):
+    """Print a line to standard error, if possible."""
+    with contextlib.suppress(OSError):
+        print("masterserver.py:", text, file=sys.stderr, flush=True)
+
+
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The log file. If it has been closed, the next line opens it again, as logrotate expects."""
+    """The log file. The log's thread alone opens, writes and closes it.
+
+    trouble         why the last line could not be written, "" if it was
+    is_outdated     is set to have the next line open the file again, as logrotate expects"""
+
+    failure = trouble = ""
+    is_outdated = False
+
+    def _open(self):
+        check_is_file(self.baseFilename)        # opening a pipe could take for ever
+        return super()._open()
+
+    def emit(self, record):
+        if self.is_outdated:
+            self.is_outdated = False
+            with contextlib.suppress(OSError):      # there may be no room for the last line
+                self.close()
+        self.failure = ""
+        super().emit(record)                        # calls handleError() if that fails
+        if self.failure and not self.trouble:
+            complain("the log cannot be written: " + self.failure)
+        self.trouble = self.failure
+
+    def handleError(self, record):
+        self.failure = clean(error_text(sys.exc_info()[1]), TEXT_CHARACTERS)
 
     def rotate(self, source, dest):
         # If the folder is not writable, or if another program has the file open on Windows, the
@@ -12219,19 +12260,20 @@ def start_log(settings):
     """Begin to log to the file that the settings name, or else to the terminal.
 
     A thread writes the lines, so the event loop goes on even if the disk hangs, or if somebody
-    selects text in the terminal. Return the logging.Handler that the thread uses. Raise StartError
-    if the log file cannot be opened."""
+    selects text in the terminal. Return the LogFile, or None if it is the terminal. Raise
+    StartError if the log file cannot be opened."""
     path = settings.file("server.log_file")
-    writer: logging.Handler = logging.StreamHandler()
+    log_file = None
     if path:
         try:
             # With the older files that are kept, a log takes 40 MB
-            writer = LogFile(path, "a", LOG_FILE_BYTES, 3, "utf-8")
-        except OSError as error:
+            log_file = LogFile(path, "a", LOG_FILE_BYTES, 3, "utf-8")
+        except (OSError, ValueError) as error:
             raise StartError("the log cannot be written; change [server] log_file: %s"
                              % clean(error_text(error), TEXT_CHARACTERS)) from None
+    writer: logging.Handler = log_file or logging.StreamHandler()
     writer.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.raiseExceptions = False     # on a full disk, each line would have a traceback
+    logging.raiseExceptions = False     # a terminal that is gone would cost a traceback a line
     lines: Any = queue.SimpleQueue()
     traceback_limiter = Limiter((1, 20))        # a fault must not fill the disk
 
@@ -12249,7 +12291,7 @@ def start_log(settings):
     log.addHandler(handler)
     log.setLevel(settings["server.log_level"].upper())
     log.propagate = False
-    return writer
+    return log_file
 
 
 def end_log():
@@ -12527,7 +12569,7 @@ class News:
             media_type, body = news_message(
                 hook.format, server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
-            hook.submit(delivery, on_result=None)
+            hook.submit(delivery, on_result=None, max_waiting=WORKER_JOBS)
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -12550,13 +12592,9 @@ def load_country_file(settings):
     """Return the CountryFile that the settings name, None if they name none. Raise SettingsError if
     it cannot be read. The file is read into memory: were it mapped, the program would crash when
     somebody copies a new file over it."""
-    path = settings.file("http.countries")
-    if not path:
-        return None
-    try:
-        return CountryFile(read_file(path, 200 << 20))      # one with all cities has 60 MB
-    except (Malformed, OSError, ValueError) as error:
-        raise SettingsError("[http] countries = %s: %s" % (path, error_text(error))) from None
+    with setting_file(settings, "http.countries") as path:
+        # One with all cities has 60 MB
+        return CountryFile(read_file(path, 200 << 20)) if path else None
 
 
 def country_file_text(country_file):
@@ -12569,37 +12607,34 @@ def read_text_files(settings):
     a setting that names none. Raise SettingsError if a file cannot be read or is not UTF-8, or if
     the template of the list page is wrong."""
     for name in TEXT_FILES:
-        path = settings.file(name)
         text = ""
-        try:
+        with setting_file(settings, name) as path:
             if path:
                 text = read_file(path, 1 << 20).decode("utf-8-sig").replace("\r\n", "\n")
             if name == "http.template":
                 check_list_template(text)
-        except (OSError, ValueError) as error:
-            section, key = name.split(".")
-            raise SettingsError("[%s] %s = %s: %s" % (section, key, path, error)) from None
         settings.texts[name] = text
+
+
+@contextlib.contextmanager
+def setting_file(settings, name):
+    """Give the path of the file that a setting names. What goes wrong with it in the block becomes
+    a SettingsError that names the setting."""
+    path = settings.file(name)
+    try:
+        yield path
+    except (Malformed, OSError, ValueError) as error:
+        section, key = name.split(".")
+        trouble = getattr(error, "strerror", None) or error_text(error)
+        raise SettingsError("[%s] %s = %s: %s" % (section, key, path, trouble)) from None
 
 
 def read_file(path, max_bytes):
     """Return the bytes of a file. Raise OSError if it cannot be read, and ValueError if it is no
     plain file or has more than `max_bytes`."""
-    check_is_file(path)
-    if os.path.getsize(path) > max_bytes:
-        raise ValueError("larger than %d MB" % (max_bytes >> 20))
+    check_is_file(path, max_bytes)
     with open(path, "rb") as file:
-        return file.read()
-
-
-def check_is_file(path):
-    """Raise ValueError if reading from this path might block for ever, as it does with a pipe."""
-    if is_special(path) and path != os.devnull:
-        raise ValueError("%s: not a plain file; reading from a pipe may take for ever" % path)
-
-
-def is_special(path):
-    return os.path.exists(path) and not os.path.isfile(path)
+        return file.read(max_bytes)
 
 
 def adopt_settings(settings, new_settings):
@@ -13931,6 +13966,8 @@ class MasterServer:
     next_connection_tick = next_tick = 0.0
     busy_s = 0.0                    # the longest time that a round took; it fades, see tick()
     is_looking_at_files = False     # True while the disk thread looks whether files have changed
+    log_file: Optional[LogFile] = None          # command_serve() sets it
+    is_closed = False
 
     def __init__(self, settings: Union[Settings, Mapping[str, str], None] = None,
                  on_event: Optional[Callable[[str, Server], None]] = None,
@@ -14064,8 +14101,10 @@ class MasterServer:
             now = time.monotonic()
 
     def close(self):
-        """Save the list once more and close everything."""
-        self.stopping = True
+        """Save the list once more and close everything. A second call does nothing."""
+        if self.is_closed:
+            return
+        self.stopping = self.is_closed = True
         now = time.monotonic()
         # Before the connections are closed: servers that are listed while they are connected stay
         # in the saved list, so that they can come back after a restart
@@ -14139,6 +14178,12 @@ class MasterServer:
         country_file = self.rules.country_file
         if country_file is not None and country_file.trouble:
             report(self.health, "countries", "the file is damaged: " + country_file.trouble)
+        if self.log_file and self.log_file.trouble:
+            self.health["log"] = self.log_file.trouble
+            # The log has this line once it can be written again
+            log.error("lines could not be written: %s", self.log_file.trouble)
+        else:
+            self.health.pop("log", None)
         if self.read_settings and not self.is_looking_at_files:
             self.is_looking_at_files = True
             self.disk.submit(functools.partial(file_stamps, self.settings), self.on_file_stamps)
@@ -14839,12 +14884,6 @@ def say(text):
         print(text, flush=True)
 
 
-def complain(text):
-    """Print a line to standard error, if possible. The exit status tells of the error anyway."""
-    with contextlib.suppress(OSError):
-        print("masterserver.py:", text, file=sys.stderr, flush=True)
-
-
 def write_file(path, data):
     """Replace the content of a file at once: a reader finds the old or the new content, no mixture.
 
@@ -14891,14 +14930,16 @@ def command_serve(arguments):
     settings = load_settings(arguments)
     if arguments.check:
         return check_settings(settings)
-    log_writer = start_log(settings)
+    log_file = start_log(settings)
 
     def reload():
-        log_writer.close()              # a tool may have rotated the file; the next line opens it
+        if log_file:
+            log_file.is_outdated = True         # a tool may have rotated it
         return load_settings(arguments)
 
     descriptor_limit(settings["limits.connections_total"] + DESCRIPTORS_KEPT)
     program = MasterServer(settings, reload=reload)
+    program.log_file = log_file
     on_signals(lambda: program.post(program.reload), "SIGHUP")
     on_signals(program.stop, *STOP_SIGNALS)
     try:
@@ -14974,6 +15015,9 @@ def check_settings(settings):
     or ToolError if the master cannot start with these settings."""
     for text in settings.warnings + reach_warnings(settings):
         say("warning: " + text)
+    for name in "server.log_file", "server.database":
+        with setting_file(settings, name) as path:
+            check_is_file(path)
     if settings["cluster.redis"]:
         check_engine(settings["cluster.redis"])
     check_upstreams(settings)

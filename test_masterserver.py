@@ -462,9 +462,13 @@ class SettingsTest(unittest.TestCase):
             error = self.refused(ini)
             self.assertIn("some.ini: " if "that is" not in words else "", error)
             self.assertIn(words, error)
-        for path in "nowhere.ini", "", HERE:            # the last one is a folder
+        for path in "nowhere.ini", "":
             with self.assertRaisesRegex(ms.SettingsError, "name right, and may this user read it"):
-                ms.Settings.load(path, missing_ok=path == HERE)
+                ms.Settings.load(path)
+        with self.assertRaisesRegex(ms.SettingsError, "not a plain file"):
+            ms.Settings.load(HERE, missing_ok=True)         # a folder
+        with self.assertRaisesRegex(ms.SettingsError, "larger than 4 MB"):
+            self.load("# a line\n" * 500_000)
         settings = ms.Settings.load("nowhere.ini", missing_ok=True)
         self.assertEqual((settings["iceball.port"], settings.found), (27790, False))
         self.assertEqual([self.load(ini).found for ini in ("", "[http]\n")], [False, True])
@@ -9343,8 +9347,9 @@ class CountryFileOfTheProgram(unittest.TestCase):
             ms.MasterServer(self.load())
         self.write(simple_country_file({"203.0.113.0/24": "DE"}))
         self.assertEqual(ms.MasterServer(self.load()).rules.country("203.0.113.9"), "de")
+        settings = self.load()
         with mock.patch.object(os.path, "getsize", return_value=201 << 20):
-            self.assertRaisesRegex(ms.SettingsError, "larger than", ms.MasterServer, self.load())
+            self.assertRaisesRegex(ms.SettingsError, "larger than", ms.MasterServer, settings)
 
     def test_checked(self):
         options = []
@@ -10288,7 +10293,7 @@ class ConnectionTest(unittest.TestCase):
                 peer.sendall(b"a")
                 connection.on_readable(0.0)
                 connection.tick(0.1)
-                (job, done), = (call[0] for call in submit.call_args_list)
+                (job, done, _), = (call[0] for call in submit.call_args_list)
                 self.assertEqual((connection.events, job()), (0, b"it"))
                 if gone:
                     connection.close(0.2)
@@ -10889,7 +10894,8 @@ class WorkerTest(unittest.TestCase):
         worker.submit(lambda: hangs.wait(2 * SOON_S), "hangs")
         worker.submit(lambda: {}[6], "fails")
         for _ in range(ms.WORKER_JOBS + 1):
-            worker.submit(lambda: 5, "one")
+            worker.submit(lambda: 5, "one", ms.WORKER_JOBS)
+        worker.submit(lambda: 6, "the program's own")       # strangers cannot keep it out
         self.assertFalse(worker.stop(0.01))
         self.assertEqual({done for done, _ in results}, {"one"})
         self.assertIn("too many others are waiting", results[0][1])
@@ -10897,6 +10903,7 @@ class WorkerTest(unittest.TestCase):
         self.assertTrue(worker.stop(SOON_S))
         self.assertEqual([result for result in results if "too many" not in result[1]][:3],
                          [("hangs", "True"), ("fails", "6"), ("one", "5")])
+        self.assertEqual(results[-1], ("the program's own", "6"))
 
 
 class HostNamesTest(unittest.TestCase):
@@ -11064,6 +11071,16 @@ class ReloadTest(unittest.TestCase):
         for name, file, words in rows:
             settings = ms.Settings({name: os.path.join(self.folder, file)})
             self.assertRaisesRegex(ms.SettingsError, words, ms.read_text_files, settings)
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
+    def test_a_pipe_in_place_of_the_ini(self) -> None:
+        """The disk thread refuses it, instead of waiting for somebody who writes into it."""
+        server = self.server()
+        os.remove(self.path)
+        os.mkfifo(self.path)
+        with self.assertLogs("masterserver") as logged:
+            server.tick(0.0)
+        self.assertRegex(logged.output[0], "old settings stay in force: .*: not a plain file")
 
     def test_newly_blocked_clients_are_disconnected(self) -> None:
         with master(http__ports="0") as server, connect(server, "http") as client:
@@ -11428,7 +11445,9 @@ class DiskOfTheProgramTest(unittest.TestCase):
                     self.assertLogs("masterserver") as logged:
                 ms.log.info("")
                 server.close()
+                server.close()                          # waits for nothing again
             self.assertIn(told, logged.output[-1])
+            self.assertEqual(len(logged.output), 1 + bool(told))
             self.assertEqual(self.listed(), 1)
 
     def test_a_database_in_a_missing_folder(self) -> None:
@@ -13674,7 +13693,7 @@ class LogTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "log")
 
-    def start(self, stderr: Any = None, **settings: str) -> logging.Handler:
+    def start(self, stderr: Any = None, **settings: str) -> Any:
         """A log of the program, but not its own one."""
         for patch in (mock.patch.object(ms, "log", logging.Logger("masterserver")),
                       mock.patch.object(ms, "LOG_END_S", SOON_S),
@@ -13682,9 +13701,10 @@ class LogTest(unittest.TestCase):
             patch.start()
             self.addCleanup(patch.stop)
         self.addCleanup(ms.end_log)
-        writer = ms.start_log(settings_of(settings))
-        self.addCleanup(writer.close)
-        return writer
+        log_file = ms.start_log(settings_of(settings))
+        if log_file:
+            self.addCleanup(log_file.close)
+        return log_file
 
     def written(self, name: str = "") -> List[str]:
         with open(self.path + name, encoding="utf-8") as file:
@@ -13761,7 +13781,11 @@ class LogTest(unittest.TestCase):
             self.assertFalse(server.logged(b"INFO"))
 
     def test_a_log_that_cannot_be_opened(self) -> None:
-        for path in os.path.dirname(self.path), os.path.join(self.path, "x"):
+        paths = [os.path.dirname(self.path), os.path.join(self.path, "x")]
+        if hasattr(os, "mkfifo"):
+            paths.append(self.path + ".pipe")
+            os.mkfifo(paths[-1])
+        for path in paths:
             with self.assertRaisesRegex(ms.StartError, r"change \[server\] log_file"):
                 self.start(server__log_file=path)
             self.assertEqual(ms.log.handlers, [])
@@ -13782,6 +13806,54 @@ class LogTest(unittest.TestCase):
                                         r"'\\xfc'$", text)), 200)
         self.assertIn(text.count("ValueError: a fault"), range(20, 30))
         self.assertNotIn("too low", text)
+
+    def test_a_file_on_a_full_disk(self) -> None:
+        """Standard error has one line, /healthz tells it, and the file goes on when there is room.
+        """
+        class Disk(io.FileIO):
+            is_full = False
+
+            def write(self, data: Any) -> int:
+                if Disk.is_full:
+                    raise OSError(errno.ENOSPC, "no space left")
+                return super().write(data)
+
+        def reopen(log_file: Any) -> io.TextIOWrapper:
+            ms.check_is_file(log_file.baseFilename)
+            return io.TextIOWrapper(io.BufferedWriter(Disk(log_file.baseFilename, "a")), "utf-8")
+        stderr = io.StringIO()
+        server = master()
+        self.addCleanup(server.close)
+        with mock.patch.object(ms.LogFile, "_open", reopen):
+            server.log_file = log_file = self.start(stderr, server__log_file=self.path)
+            for is_full, is_read_again in (
+                    (False, False), (True, False), (False, False), (True, True), (False, True)):
+                Disk.is_full = is_full
+                log_file.is_outdated = is_read_again
+                server.tick(0.0)                # tries a line if the last one was lost
+                for number in range(300):
+                    ms.log.warning("line %d %s", number, is_full)
+                trouble = "[Errno 28] no space left" if is_full else ""
+                eventually(lambda: ms.log.handlers[0].queue.empty()
+                           and log_file.trouble == trouble)
+                server.tick(0.0)
+                self.assertEqual(server.health, {"log": trouble} if is_full else {})
+            ms.end_log()
+        lines = "\n".join(self.written())
+        self.assertEqual(lines.count("line 299 False"), 3)
+        self.assertIn("ERROR lines could not be written: [Errno 28] no space left", lines)
+        self.assertEqual(stderr.getvalue(), 2 * (
+            "masterserver.py: the log cannot be written: [Errno 28] no space left\n"))
+
+    @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
+    def test_a_pipe_in_place_of_the_file(self) -> None:
+        """Nobody waits until somebody reads from it."""
+        log_file = self.start(io.StringIO(), server__log_file=self.path)
+        os.remove(self.path)
+        os.mkfifo(self.path)
+        log_file.is_outdated = True
+        ms.log.warning("lost")
+        eventually(lambda: "not a plain file" in log_file.trouble)
 
     def test_a_full_disk_is_not_told_by_tracebacks(self) -> None:
         write = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left"))
@@ -14002,6 +14074,12 @@ class Checking(unittest.TestCase):
             self.assertEqual(self.check(server__database=path, **ports)[0], 0)
             closed.assert_called_once()
             self.assertEqual(os.listdir(folder), [])
+
+    def test_files_that_are_none(self) -> None:
+        for name in "log_file", "database":
+            status, words = self.check(**{"server__" + name: HERE})
+            self.assertEqual(status, 2)
+            self.assertIn("[server] %s = %s: not a plain file" % (name, HERE), words)
 
     def test_lists_of_other_masters(self) -> None:
         """Each is fetched once; what is wrong with one does not keep the master from starting."""
