@@ -151,9 +151,11 @@ SURPLUS_BYTES = 100_000, 1_000_000
 ANSWERS_RATE = 1e6, 1e6
 ALTERED_SERVERS = 100_000       # may wait for the disk: a full list, and as many that have left
 KNOWN_SERVERS = 60_000          # servers that have left, and games, that the disk remembers
-OUTCOMES_KEPT = 4096            # packets that /check can explain, in 3 MB at most
+# Packets that /check can explain: so many whose senders have proven their addresses, and as many
+# others. Either take 26 MB at most
+OUTCOMES_KEPT = 32768
 OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
-OUTCOMES_PER_S = 500            # the most that are recorded: a flood leaves the last eight seconds
+OUTCOMES_PER_S = 1000           # of the others are recorded: a flood leaves the last half minute
 OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
@@ -1406,6 +1408,11 @@ class Turns:
     def get(self, key):
         return self.things.get(key)
 
+    def keys_of(self, address):
+        """Return the keys of all things of the source of an address, the oldest first."""
+        *_, source = source_keys(address)
+        return self.keys.get(source, ())
+
     def add(self, address, key, thing, limit):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
@@ -1910,9 +1917,12 @@ class Registry:
         # anything about the server changes
         self.by_fingerprint = {}
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
-        # PacketOutcomes by source, protocol and announced port
+        # PacketOutcomes by source, protocol and announced port. They take turns by the address at
+        # which the source is listed. Those whose source may be forged are kept apart, so that a
+        # flood of them pushes out no other
         self.outcomes = Turns(OUTCOMES_KEPT)
-        # When the present second ends, and how many outcomes may still be recorded in it
+        self.unproven_outcomes = Turns(OUTCOMES_KEPT)
+        # When the present second ends, and how many of the latter may still be recorded in it
         self.outcomes_until = 0.0
         self.outcomes_left = 0
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
@@ -2241,18 +2251,32 @@ class Registry:
 
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
+        key = source, protocol, port
+        self.unproven_outcomes.pop(key)
+        record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
+        address = self.rules.listed_address(source)
+        self.outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
+
+    def record_unproven(self, source, protocol, port, outcome, now, detail=""):
+        """Do what record_outcome() does for a datagram whose source may be forged. If its source
+        has proven itself otherwise, as who looks at /check does, a flood does not push it out."""
+        address = self.rules.listed_address(source)
+        if self.outcomes.keys_of(address):
+            self.record_outcome(source, protocol, port, outcome, now, detail)
+            return
         if now >= self.outcomes_until:
             self.outcomes_until = now + 1.0
             self.outcomes_left = OUTCOMES_PER_S
         if self.outcomes_left > 0:
             self.outcomes_left -= 1
-            key = source, protocol, port
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
-            self.outcomes.add(source, key, record, OUTCOMES_PER_SOURCE)
+            key = source, protocol, port
+            self.unproven_outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
 
     def outcome(self, source, protocol, port):
         """Return the PacketOutcome of the last packet with these, or None."""
-        return self.outcomes.get((source, protocol, port))
+        key = source, protocol, port
+        return self.outcomes.get(key) or self.unproven_outcomes.get(key)
 
 
 def clamp_players(fields, players=0, max_players=0, playing=None):
@@ -4658,7 +4682,7 @@ class Iceball(Game, UdpProtocol):
         address = self.rules.listed_address(source)
         # /check goes on showing a listed server as listed
         if self.registry.get(self.game, address, port) is None:
-            self.registry.record_outcome(source, self.game, port, "announced", now)
+            self.registry.record_unproven(source, self.game, port, "announced", now)
         trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
         if surplus_bytes > 0:
@@ -4694,7 +4718,7 @@ class Iceball(Game, UdpProtocol):
         somebody may forge a bad announcement in its name to achieve that. Therefore a source with
         a listed server gets no answer, and any other source gets few. Packets from loopback
         addresses cannot be forged, so they are always answered."""
-        self.registry.record_outcome(source, self.game, 0, outcome, now, reason)
+        self.registry.record_unproven(source, self.game, 0, outcome, now, reason)
         if not is_loopback(source):
             has_listed_server = source in self.registry.own.counts
             if has_listed_server or not self.rejection_limiter.allow(source, now):
@@ -5426,7 +5450,7 @@ class SubSpace(PolledGame, UdpProtocol):
         ping_port = port + 1
         if zone is None:
             reason = "no answer yet to a ping on UDP port %d" % ping_port
-            self.registry.record_outcome(source, self.game, port, "silent", now, reason)
+            self.registry.record_unproven(source, self.game, port, "silent", now, reason)
         limit = self.rules.max_servers_per_source
         self.waiting.add(source, (source, port), announcement, limit)
         endpoint = endpoint_text(source, ping_port)
@@ -7147,7 +7171,7 @@ class Quake3(PolledGame, UdpProtocol):
             except Refused as refused:
                 refused.port = port
                 raise
-            self.registry.record_outcome(source, self.game, port, "announced", now)
+            self.registry.record_unproven(source, self.game, port, "announced", now)
             # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
         proven = "%s %s %d" % (gamename, source, port)
@@ -11086,6 +11110,9 @@ OUTCOMES = {
 }
 
 
+LOOKED = "looked at /check"         # the outcome of a request for this page, which is not shown
+
+
 def get_check(web, request):
     """Return the page that says what became of the packets of an address, by default the client's
     own, and perhaps of one port."""
@@ -11098,6 +11125,8 @@ def get_check(web, request):
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, request.wall)
+    # From now on, what comes from the client's own address counts as proven
+    web.registry.record_outcome(request.address, "", 0, LOOKED, request.now)
     page = render_check_page(web.look, address, port, findings, listed, request.wall)
     return HttpResponse(page, HTML_TYPE)
 
@@ -11136,14 +11165,19 @@ def recorded_findings(web, address, port, listed, wall):
     """Return the findings about an address's packets as HTML, the latest first."""
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
     timed_findings = []
-    for (source, protocol, packet_port), record in web.registry.outcomes.things.items():
+    registry = web.registry
+    listed_address = web.rules.listed_address(address)
+    for key in (*registry.outcomes.keys_of(listed_address),
+                *registry.unproven_outcomes.keys_of(listed_address)):
+        source, protocol, packet_port = key
+        record = registry.outcome(*key)
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:
             continue
         # Of a ban, and of servers that are listed now, current_outcomes() says more
         is_answered = record.outcome in ("announced", "challenged", "listed")
-        if record.outcome == "banned" or (is_answered and packet_port in confirmed_ports):
+        if record.outcome in ("banned", LOOKED) or (is_answered and packet_port in confirmed_ports):
             continue
         # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
@@ -11598,7 +11632,7 @@ class UdpSocket:
                     server.last_seen = now
 
         allow = self.limiter.allow
-        record_outcome = self.registry.record_outcome
+        record_unproven = self.registry.record_unproven
         answers = []
         for packet, peer, source, reply_address, server in zip(
                 packets, peers, sources, reply_addresses, servers):
@@ -11619,11 +11653,11 @@ class UdpSocket:
             except Limited:
                 tally.limited += 1
             except Refused as refused:
-                record_outcome(source, self.protocol.game, refused.port, refused.outcome, now,
-                               str(refused))
+                record_unproven(source, self.protocol.game, refused.port, refused.outcome, now,
+                                str(refused))
             except Exception as error:
                 if isinstance(error, Malformed) and self.protocol.game:
-                    record_outcome(source, self.protocol.game, 0, "bad packet", now, str(error))
+                    record_unproven(source, self.protocol.game, 0, "bad packet", now, str(error))
                 log_failure(error, tally, endpoint_text(*peer[:2]), self.name, packet)
 
         if answers and vector:

@@ -137,11 +137,11 @@ def deliver(protocol: Any, data: bytes, peer: Tuple[str, int], now: float = 0.0)
     try:
         return protocol.datagram(data, peer, now)
     except ms.Refused as refused:
-        registry.record_outcome(
+        registry.record_unproven(
             peer[0], protocol.game, refused.port, refused.outcome, now, str(refused))
         return []
     except ms.Malformed as error:
-        registry.record_outcome(peer[0], protocol.game, 0, "bad packet", now, str(error))
+        registry.record_unproven(peer[0], protocol.game, 0, "bad packet", now, str(error))
         raise
 
 
@@ -1126,10 +1126,32 @@ class RegistryTest(unittest.TestCase):
         self.assertEqual(own, [1999, 2000])
         note("198.51.100.1", "quake3", 5, "bad packet", 2e5, "x" * 5000)
         self.assertEqual(self.registry.outcome("198.51.100.1", "quake3", 5).detail, "x" * 200)
-        # Of a flood a part is noted
-        for number in range(2000):
-            note(address_of(number + 60000), "aio", 1, "announced", 1e6)
-        self.assertEqual(sum(game == "aio" for _, game, _ in things), ms.OUTCOMES_PER_S)
+
+    def test_a_flood_pushes_out_no_outcome_of_others(self):
+        registry = self.registry
+        registry.record_outcome("203.0.113.1", "hyperbol", 5, "silent", 0.0)
+        registry.record_outcome("203.0.113.2", "", 0, ms.LOOKED, 0.0)
+        honest = [("198.51.100.%d" % number, "iceball", 6) for number in range(20)]
+        for number in range(30 * 500):          # half a minute
+            now = number / 500
+            if number < 20 * 25 and number % 25 == 0:
+                registry.record_unproven(*honest[number // 25], "announced", now)
+            registry.record_unproven(address_of(number), "subspace", 1, "silent", now)
+        explained = [registry.outcome(*key) for key in honest]
+        self.assertNotIn(None, explained)
+        # Of a heavier one a part is noted
+        for number in range(10000):
+            registry.record_unproven(address_of(number), "aio", 1, "silent", 50.0 + number / 5000)
+        self.assertEqual(len(registry.unproven_outcomes), 30 * 500 + 20 + 2 * ms.OUTCOMES_PER_S)
+        registry.record_unproven("198.51.100.1", "aio", 7, "announced", 51.9)
+        registry.record_unproven("203.0.113.2", "aio", 7, "announced", 51.9)
+        self.assertIsNone(registry.outcome("198.51.100.1", "aio", 7))
+        self.assertIsNotNone(registry.outcome("203.0.113.2", "aio", 7))
+        self.assertIsNotNone(registry.outcome("203.0.113.1", "hyperbol", 5))
+        # What proves itself afterwards is told once
+        registry.record_outcome(*honest[3], "listed", 64.0)
+        self.assertIsNone(registry.unproven_outcomes.get(honest[3]))
+        self.assertEqual(registry.outcome(*honest[3]).outcome, "listed")
 
     def test_a_change_from_anywhere_ends_the_shortcut(self):
         changes = (
@@ -2453,6 +2475,7 @@ class IceballTest(IceballCase):
         self.assertEqual((server.name, server.source), ("Moved", "203.0.113.9"))
 
     @mock.patch.object(ms, "DRAFT_REQUESTS", 1024)
+    @mock.patch.object(ms, "OUTCOMES_KEPT", 4096)
     def test_a_flood_of_strangers_leaves_nothing_behind(self):
         self.start()
         counted = getattr(sys, "getallocatedblocks", int)           # PyPy cannot count
@@ -3154,6 +3177,7 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 (third, b"Peace", b"secret", None), (second, b"Chaos", b"cane", None),
                 (third, b"Chaos", b"secret", "name")):
             world.registry.outcomes = ms.Turns(9)
+            world.registry.unproven_outcomes = ms.Turns(9)
             world.announce(zone_packet(name, password), source)
             outcome, _ = world.outcome(source)
             self.assertEqual(outcome, refused or outcome, (source, name))
@@ -4305,7 +4329,7 @@ class Quake3Test(unittest.TestCase):
         return said or self.outcome(place)
 
     def outcome(self, place=place):
-        return ": ".join(self.registry.outcomes.get((place[0], "quake3", place[1]))[1:])
+        return ": ".join(self.registry.outcome(place[0], "quake3", place[1])[1:])
 
     def ask(self, question, now=0.0, place=("192.0.2.1", 5000)):
         """The ports in the list, sorted; the whole of it is checked. No limit counts."""
@@ -6738,6 +6762,8 @@ class AmplificationTest(unittest.TestCase):
             surplus = self.surplus(protocol, packets, seconds=60)
             self.assertLessEqual(surplus, most, name)
             self.assertEqual(surplus > 0, most > 0, name)
+            # What /check explains is not pushed out either
+            self.assertEqual(len(self.program.registry.outcomes), 0, name)
         self.assertEqual({protocol for _, protocol, _, _ in self.REQUESTS}, {*self.protocols})
 
     def test_many_requests(self):
@@ -7590,6 +7616,17 @@ class CheckTest(WebCase):
             self.assertEqual(self.titles(), [ms.OUTCOMES[outcome][0]])
         for title, advice in ms.OUTCOMES.values():
             self.assertTrue(title[0].isupper() and advice[0].isupper() and advice[-1] in ".?")
+
+    def test_who_looks_is_told_what_comes_in_a_flood(self):
+        self.titles(now=5.0)                    # another address looks, which is not its own
+        for looks in 0, 1:
+            now = 6.0 + looks
+            for number in range(ms.OUTCOMES_PER_S):
+                self.registry.record_unproven(address_of(number), "iceball", 1, "announced", now)
+            self.registry.record_unproven("203.0.113.9", "iceball", 1, "announced", now)
+            page = self.exchange(http_request("/check"), "203.0.113.9", now)
+            self.assertEqual(page.count(b"Announced, but"), looks)
+            self.assertNotIn(b"looked at", page)
 
     def test_a_ban_is_told_as_it_is_now(self):
         self.note("banned", detail="an old reason")
@@ -10020,6 +10057,16 @@ class UdpSocketTest(unittest.TestCase):
             listed.last_seen = -100.0
             self.read(place, 6)
             self.assertEqual((place.tally.limited, listed.last_seen), (4, 0.0))
+
+    def test_what_a_stranger_sends_counts_as_unproven(self) -> None:
+        for place in self.ways():
+            core = make_core()
+            place.protocol, place.registry = ms.Iceball(core), core.registry
+            game = self.game()
+            game.sendto(b"x", place.sock.getsockname())
+            self.read(place, 1)
+            self.assertEqual((len(core.registry.outcomes), *core.registry.unproven_outcomes.things),
+                             (0, ("127.0.0.1", "iceball", 0)))
 
     def test_a_peer_that_cannot_be_answered_delays_no_other(self) -> None:
         for place in self.ways():
