@@ -10290,9 +10290,11 @@ class ConnectionTest(unittest.TestCase):
             self.assertTrue(connection.is_closed)
 
     def test_a_fault_or_bad_input_ends_it_and_says_so(self) -> None:
-        for data, counts in (b"a!b", (1, 0)), (b"a?b", (0, 1)):
-            with self.assertLogs("masterserver", "DEBUG"):
-                connection, peer = self.make(OneAnswer(), data=data)
+        """The log has the beginning of what is left of its bytes."""
+        for data, counts, logged_bytes in (b"a!", (1, 0), 600), (b"a?", (0, 1), 48):
+            with self.assertLogs("masterserver", "DEBUG") as logged:
+                connection, peer = self.make(OneAnswer(), data=data + b"b" * 999)
+            self.assertRegex(logged.output[0], ": b'b{%d}'(\n|$)" % logged_bytes)
             self.assertEqual(read_all(peer), b"a")
             self.assertEqual((connection.tally.errors, connection.tally.malformed), counts)
 
