@@ -5429,7 +5429,7 @@ class SubSpace(PolledGame, UdpProtocol):
     def take_announcement(self, data, peer, now):
         """Keep a zone listed that the announcement only repeats; otherwise return a ping to it.
 
-        Raise Refused if a rule, a limit or another owner of the zone or the name forbids it."""
+        Raise Refused if a rule, a limit or another owner of the zone forbids it."""
         source, source_port = peer[:2]
         port, announcement = read_zone_announcement(data, source_port)
         address = self.rules.listed_address(source)
@@ -5491,6 +5491,8 @@ class SubSpace(PolledGame, UdpProtocol):
         announcement = self.waiting.pop((source, port))
         if announcement is None:        # the zone has answered twice
             return
+        address = self.rules.listed_address(source)
+        self.check_name(address, port, announcement)
         target = self.poller.find(self, source, port)
         if target is None:
             target = self.poller.add(self, source, port, ANNOUNCED)
@@ -5511,6 +5513,7 @@ class SubSpace(PolledGame, UdpProtocol):
         address = self.rules.listed_address(source)
         zone = self.registry.get(self.game, address, port)
         self.check_ownership(zone, announcement, now)
+        self.check_name(address, port, announcement)
         self.query_announced(source, port, announcement, now)
 
     def stopped(self, source, port, now):
@@ -5525,7 +5528,7 @@ class SubSpace(PolledGame, UdpProtocol):
     # Ownership
 
     def check_ownership(self, zone, announcement, now):
-        """Raise Refused if the announced zone or name belongs to another announcer.
+        """Raise Refused if the announced zone belongs to another announcer.
 
         `zone` is the listed zone at the announced address and port, or None."""
         announcer = announcement["private"]["zone_owner"]
@@ -5539,19 +5542,24 @@ class SubSpace(PolledGame, UdpProtocol):
             raise Refused("owner", "another UDP port of this address announces this zone; this "
                           "announcement is accepted once that port has been silent for %d s"
                           % ZONE_LIFETIME_S)
-        # The first password that comes with a name owns the name, while a zone with both is listed
-        # and answers
+
+    def check_name(self, address, port, announcement):
+        """Raise Refused if the announced name belongs to another zone.
+
+        The first password that comes with a name owns the name, while a zone with both is listed
+        and answers. All zones are looked at, so this waits until the announced one has answered."""
+        zone = self.registry.get(self.game, address, port)
         name = announcement["name"]
         if zone is not None and zone.name == name:
             return
-        password = announcer["password"]
+        password = announcement["private"]["zone_owner"]["password"]
         same_name = name.casefold()
         for other in self.registry.games[self.game].values():
             if other is zone or not other.responding or other.name.casefold() != same_name:
                 continue
             if zone_owner(other).get("password", password) != password:
                 raise Refused("name", "the name %s belongs to another zone, with another "
-                                      "password, for as long as that is listed" % other.name)
+                              "password, for as long as that is listed" % other.name, port)
 
     def is_owner_silent(self, zone, now):
         if zone_owner(zone)["port"] == ZONE_HTTP_PORT:

@@ -3058,6 +3058,16 @@ class SubSpacePings(unittest.TestCase):
 
 class SubSpaceAnnouncements(unittest.TestCase):
 
+    def test_other_zones_are_looked_at_when_it_has_answered(self):
+        """An announcement that may be forged costs the same however many zones are listed."""
+        world = SubSpaceWorld(ZONE[0])
+        with mock.patch.object(world.room, "check_name", wraps=world.room.check_name) as check:
+            for number in range(9):
+                pings = world.ping(zone_packet(name=b"N%d" % number))
+                self.assertEqual((len(pings), check.call_count), (1, 0))
+            world.answer(pings)
+            self.assertEqual((check.call_count, world.names()), (1, ["N8"]))
+
     def test_the_capture_is_listed_once_it_answers(self):
         self.assertEqual((len(ZONE_PACKET), zone_packet()), (118, ZONE_PACKET))
         world = SubSpaceWorld()
