@@ -52,7 +52,6 @@ import errno
 import ftplib
 import functools
 import gc
-import gzip
 import hashlib
 import html
 import http.client
@@ -113,13 +112,14 @@ LOOK_S = 0.25                   # between ticks of connections; AIO's greeting i
 DRAIN_DATAGRAMS = 128           # are read from a socket, in 1 ms, before the others have their turn
 MAX_DATAGRAM_BYTES = 2048       # longer ones are truncated; the longest in a document has 520
 RECV_BYTES = 65536              # the most that is read from a connection at once
+TURNS_S = 0.02                  # connections have their turns, before the datagrams come again
 # After our last byte, further input of the peer is read and dropped, for a time and up to a number
 # of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
 LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0          # a client that takes longer to read one answer is disconnected
-OUTPUT_BYTES = 64 << 20         # may wait for all readers together: three lists of 50,000 servers
-WORKER_JOBS = 64                # of strangers, or of a webhook, may wait; others are refused
+OUTPUT_BYTES = 48 << 20         # may wait for all readers together: two lists of 50,000 servers
+WORKER_JOBS = 64                # of one source, or of a webhook, may wait; others are refused
 # Host names, named by strangers, that may wait. With a slow name server each takes half a minute
 LOOKUPS = 64
 # Game servers of one source that may wait for the same look-up. With the longest announcement of
@@ -167,11 +167,17 @@ ANNOUNCED_FIELDS_MAX = 64       # with so many, a body takes 3 ms; Luanti's anno
 HTTP_REQUEST_S = 10.0           # the time from a request's first byte to its last
 HTTP_IDLE_S = 30.0              # without a request on a kept connection; the page sends one in 5 s
 HTTP_CACHE_BYTES = 16 << 20     # of responses; a list of 50,000 servers is cached by itself
-# Longer bodies are not compressed, because that would stop the event loop for too long: this one
-# takes 60 to 200 ms. The list of 10,000 servers has 5 MB
+# Longer bodies are not compressed, because that would stop the event loop for too long. The list of
+# 10,000 servers has 5 MB
 GZIP_MAX_BYTES = 6 << 20
-GZIP_LEVEL = 3                  # 4 MB become 266 kB in 10 ms; at level 6, 222 kB in 23 ms
-RENDER_S = 1.0                  # between two renderings of a long list, however many ask for it
+# Nor are those that become longer than this, which is known within 35 ms. The list of 10,000
+# servers becomes 150 kB; random text, which is slow to compress, would remain 4 MB
+GZIPPED_BYTES = 512 << 10
+GZIP_LEVEL = 1                  # level 3 takes up to four times as long and saves 6 %
+# What rendering and compressing a list takes, for each server and for each kB, times ten: so much
+# time belongs to other work before the list, or another one, is rendered again
+RENDER_SERVER_S = 100e-6
+RENDER_KB_S = 50e-6
 CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
 # That takes 2 ms, or 15 ms with the worst file that somebody could make
@@ -1470,6 +1476,30 @@ class Turns:
         self.keys.move_to_end(self.sources[key])
 
 
+class Waiting:
+    """What is to be done, each thing once. The sources take turns, with one thing at a time, so
+    whoever asks for much keeps only himself waiting. A thing that waits already keeps its place."""
+
+    def __init__(self):
+        self.sources = collections.OrderedDict()    # the things of each source
+
+    def __bool__(self):
+        return bool(self.sources)
+
+    def add(self, source, thing):
+        things = self.sources.get(source) or collections.OrderedDict()
+        things[thing] = None
+        self.sources[source] = things
+
+    def next(self):
+        """Remove and return the thing whose turn it is."""
+        source, things = self.sources.popitem(last=False)
+        thing, _ = things.popitem(last=False)
+        if things:
+            self.sources[source] = things
+        return thing
+
+
 class Cookie:
     """Makes message authentication codes (MACs) that are valid for a limited time.
 
@@ -1700,6 +1730,14 @@ class Rules:
         """Is the bucket of allow_surplus() so empty that even a few bytes would be refused?"""
         return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
 
+    def queue(self, address):
+        """Return the key under which this address waits for its turns: its source or, for IPv6, its
+        site. What an exempt address asks for has turns of its own each time."""
+        if self.exempts(address):
+            return object()
+        *_, source = source_keys(address)
+        return source
+
     def request_tokens(self, tokens):
         """Return the tokens that a client pays for a costly request: at most half a full bucket.
 
@@ -1916,6 +1954,7 @@ class Registry:
         # the name of a server does not remove it. A server's fingerprints are forgotten when
         # anything about the server changes
         self.by_fingerprint = {}
+        self.render_at = 0.0                # when a list may be rendered again; see RenderedList
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
         # PacketOutcomes by source, protocol and announced port. They take turns by the address at
         # which the source is listed. Those whose source may be forged are kept apart, so that a
@@ -1963,7 +2002,7 @@ class Registry:
         return [server for server in servers if not server.found_at]
 
     def census(self, now):
-        """Return the Census of each game, by game. It may be RENDER_S old."""
+        """Return the Census of each game, by game. It may be some seconds old."""
         return self.census_cache.get(now)
 
     def list_or_refresh(self, key: Key, source: str, now: float, lifetime: float,
@@ -2321,8 +2360,8 @@ def concatenated(entries, now):
 class ServerList(NamedTuple):
     """A list: the entry of a server, which servers it has, and how the entries are joined.
 
-    An entry is kept until its server changes. join(entries, now) is called at most once a second;
-    the entries are sorted by ranking()."""
+    An entry is kept until its server changes. join(entries, now) is called rarely; the entries are
+    sorted by ranking()."""
 
     entry: Callable[[Server], Any]
     wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
@@ -2337,15 +2376,18 @@ class ServerList(NamedTuple):
 class RenderedList:
     """A list that is rendered rarely and served often.
 
-    It is rendered again after a change, but at most once in RENDER_S, or more often if it is short.
-    So rendering never takes more than a tenth of the time."""
+    It is rendered again after a change, but a list with 10,000 servers at most once in a second or
+    so, and later if other lists are rendered too. So the rendering of all lists together never
+    takes more than a tenth of the time."""
 
-    def __init__(self, registry, game, render, for_clients=True):
+    def __init__(self, registry, game, render, for_clients=True, ages_s=math.inf):
         """Prepare the list of a game, or of all games if `game` is "".
 
         `render(servers, now)` returns the rendered list. It is not called before get() is. It is
-        given all servers or, if the list is `for_clients`, those of Registry.for_clients()."""
+        given all servers or, if the list is `for_clients`, those of Registry.for_clients(). After
+        `ages_s` a list is rendered again though no server has changed, for the times in it."""
         self.registry = registry
+        self.ages_s = ages_s
         self.game = game
         self.render = render
         self.for_clients = for_clients
@@ -2356,14 +2398,16 @@ class RenderedList:
     def get(self, now):
         """Return the rendered list. Render it first if servers have changed and it is due."""
         registry = self.registry
-        if registry.generation != self.generation and now >= self.due:
+        is_old = registry.generation != self.generation or now >= self.due + self.ages_s
+        if is_old and now >= self.due:
             servers = registry.servers(self.game)
             if self.for_clients:
                 servers = registry.for_clients(servers)
             self.rendered = self.render(servers, now)
             self.generation = registry.generation
-            # A short list is rendered again sooner
-            self.due = now + min(RENDER_S, 0.0001 * len(servers))
+            pause_s = RENDER_SERVER_S * len(servers) + RENDER_KB_S * (len(self.rendered) >> 10)
+            # The pauses of all lists follow each other
+            self.due = registry.render_at = max(now, registry.render_at) + pause_s
         return self.rendered
 
 
@@ -3075,6 +3119,8 @@ class Session:
     kept = False
     # A function for the disk thread, or None. Its result is passed to resume()
     job: Optional[Callable[[], Any]] = None
+    # The address for which the job is done
+    job_address = ""
 
     def encrypted(self) -> None:
         """Note that the connection is encrypted by TLS. This comes before all other calls."""
@@ -9889,13 +9935,16 @@ def chart_paths(bars, width, top):
 # asks for a list gets the same body. What it takes to make it is kept
 #
 #     a server's entry in a list      in Server.entry_cache, until the server changes
-#     a list of a room                in a RenderedList, at least until RENDER_S later
-#     the response with a list        in Web.lists, until the next tick
+#     a list                          in a RenderedList, until servers change, or for longer
+#     the response with a list        in Web.responses, for as long as its list
 #     a response with its head        in Web.caches by the bytes of the request, until the next tick
 # ================================================================================================
 
-# To search this many servers takes about 4 ms, and costs the client as much as one request
+# A client pays a token of [limits] requests for about 4 ms. So long it takes to search so many
+# servers, to look at so many for /check, or to draw so many points of a history
 SEARCH_SERVERS = 1000
+CHECK_SERVERS = 10000
+HISTORY_POINTS = 3000
 # To read a body of this many bytes takes up to 1 ms, and costs as much as one request
 TOKEN_BYTES = 8192
 
@@ -9946,8 +9995,16 @@ class HttpResponse:
 
     @functools.cached_property
     def gzipped_body(self):
-        """The body in gzip's format. It is compressed once, even if the response is sent often."""
-        return gzip.compress(self.body, GZIP_LEVEL, mtime=0)
+        """The body in gzip's format, or b"" if it would be longer than GZIPPED_BYTES. It is
+        compressed once, even if the response is sent often."""
+        gzip_format = 31
+        compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, gzip_format)
+        gzipped = b""
+        for start in range(0, len(self.body), 65536):
+            gzipped += compressor.compress(self.body[start:start + 65536])
+            if len(gzipped) > GZIPPED_BYTES:
+                return b""
+        return gzipped + compressor.flush()
 
 
 class FromDisk(NamedTuple):
@@ -10136,6 +10193,7 @@ class HttpSession(Session):
             return self.refuse(error, now)
         if isinstance(response, FromDisk):
             self.job, self.respond_later = response
+            self.job_address = self.request.address
             return b""
         return self.respond(response, now)
 
@@ -10267,7 +10325,8 @@ class HttpSession(Session):
         }
         # Shorter bodies fit into one packet with their head anyway
         if 600 <= len(body) <= GZIP_MAX_BYTES:
-            if GZIP_ACCEPTED.search(request.header("Accept-Encoding")):
+            is_accepted = GZIP_ACCEPTED.search(request.header("Accept-Encoding"))
+            if is_accepted and response.gzipped_body:
                 body = response.gzipped_body
                 fields["Content-Encoding"] = "gzip"
         fields["Length"] = fields["Content-Length"] = str(len(body))
@@ -10289,6 +10348,8 @@ class HttpSession(Session):
         web.request_counts[count_key] += 1
         if response.is_public and not self.is_proxy and not request.body:
             size = len(request.head) + len(data)
+            if response not in web.responses.values():
+                size += len(body)               # nobody else shares it
             if web.cache_bytes + size > HTTP_CACHE_BYTES:
                 web.empty_caches()              # they fill again within a second
             web.cache_bytes += size
@@ -10319,9 +10380,10 @@ class Web(TcpProtocol):
         # By the bytes of a request, the response to it: the head, with the body if that is short; a
         # long body; whether the connection ends; the key in request_counts
         self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
-        self.cache_bytes = 0            # the size of both together, without the long bodies
-        # The responses with whole lists by (route, game)
-        self.lists: Dict[Tuple[str, str], HttpResponse] = {}
+        self.cache_bytes = 0            # the size of both together, without whole lists
+        # By (route, game): whole lists that are not a room's, and the responses with whole lists
+        self.lists: Dict[Tuple[str, str], RenderedList] = {}
+        self.responses: Dict[Tuple[str, str], HttpResponse] = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = program.hourly_players()
         self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
@@ -10380,11 +10442,15 @@ class Web(TcpProtocol):
         self.forget_responses()
 
     def tick(self, now):
-        """Drop what is cached once a second, because servers have changed and so have ages.
+        """Drop the cached responses once a second, and the lists for which nobody asks any more.
 
         If the hourly player counts have changed, the rows with their sparklines are rendered again
         too."""
-        self.forget_responses()
+        self.empty_caches()
+        for key, listed in list(self.lists.items()):
+            if now >= listed.due + MINUTE:
+                del self.lists[key]
+                self.responses.pop(key, None)
         hourly_players = self.program.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
@@ -10471,25 +10537,27 @@ class Web(TcpProtocol):
     def list_response(self, request, list_filter, media_type, render):
         """Return the response with the servers that pass a ListFilter.
 
-        `render(servers)` returns its body. The whole list, or the whole list of a known game, is
-        cached until the next tick. The result of a search serves one client only, so the client is
-        charged for each server that is searched."""
+        `render(servers, now)` returns its body. The whole list, or the whole list of a known game,
+        is a RenderedList. The result of a search serves one client only, so the client is charged
+        for each server that is searched."""
         registry = self.registry
         game = list_filter.game
-        is_whole = game in ("", *self.look.games) and list_filter == ListFilter(game)
-        key = request.route, game
-        if is_whole and key in self.lists:
-            return self.lists[key]
-        if is_whole:
-            servers = registry.servers(game)
-        else:
-            # The charge has an upper limit, as a page that shows a search repeats it every 5 s
-            tokens = registry.total / SEARCH_SERVERS
-            self.charge(request, self.rules.request_tokens(tokens))
-            servers = [server for server in registry.servers(game) if list_filter.matches(server)]
-        response = HttpResponse(render(servers), media_type, is_public=True)
-        if is_whole:
-            self.lists[key] = response
+        if game in ("", *self.look.games) and list_filter == ListFilter(game):
+            key = request.route, game
+            if key not in self.lists:
+                self.lists[key] = RenderedList(
+                    registry, game, render, for_clients=False, ages_s=CACHE_S)
+            return self.whole_list_response(key, self.lists[key].get(request.now), media_type)
+        # The charge has an upper limit, as a page that shows a search repeats it every 5 s
+        tokens = registry.total / SEARCH_SERVERS
+        self.charge(request, self.rules.request_tokens(tokens))
+        servers = [server for server in registry.servers(game) if list_filter.matches(server)]
+        return HttpResponse(render(servers, request.now), media_type, is_public=True)
+
+    def whole_list_response(self, key, body, media_type):
+        response = self.responses.get(key)
+        if response is None or response.body is not body:
+            response = self.responses[key] = HttpResponse(body, media_type, is_public=True)
         return response
 
 
@@ -10596,19 +10664,14 @@ def get_list(room, route, web, request):
     if route.of_any_game:
         chosen = room.lists()[route.list]
 
-        def render(servers):
-            return chosen.render(web.registry.for_clients(servers), request.now)
+        def render(servers, now):
+            return chosen.render(web.registry.for_clients(servers), now)
 
         list_filter = query_filter(web, request, room.game)
         return web.list_response(request, list_filter, route.media_type, render)
     body = room.rendered(route.list, request.now)
-    key = request.route, room.game
-    response = web.lists.get(key)
-    if response is None or response.body is not body:
-        modified = email.utils.formatdate(request.wall, usegmt=True)
-        fields = {"Last-Modified": modified}
-        response = HttpResponse(body, route.media_type, fields=fields, is_public=True)
-        web.lists[key] = response
+    response = web.whole_list_response((request.route, room.game), body, route.media_type)
+    response.fields["Last-Modified"] = email.utils.formatdate(request.wall, usegmt=True)
     return response
 
 
@@ -10649,14 +10712,14 @@ def with_times(beginning, server, epoch, own_master):
 
 
 def get_servers_json(web, request):
-    def render(servers):
+    def render(servers, now):
         registry = web.registry
         entries = []
         beginnings = cached_entries(servers, "servers.json", server_json)
         for server, beginning in zip(servers, beginnings):
             entries.append(with_times(beginning, server, web.epoch, registry.master))
         return b'{"generated":%d,"generation":%d,"servers":[%s]}\n' % (
-            request.wall, registry.generation, b",\n".join(entries))
+            now + web.epoch, registry.generation, b",\n".join(entries))
 
     list_filter = query_filter(web, request)
     return web.list_response(request, list_filter, JSON_TYPE, render)
@@ -10716,7 +10779,7 @@ def get_page(web, request):
     game = list_filter.game
     look = web.look
 
-    def render(servers):
+    def render(servers, now):
         counts = {}
         for counted_game, listed in web.registry.games.items():
             if listed:
@@ -10728,7 +10791,7 @@ def get_page(web, request):
         contacts = contact_lines(web.rooms, web.program.listeners, host, web.settings)
         countries = web.registry.count_countries(game)
         rows = render_rows(
-            look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, request.wall)
+            look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, now + web.epoch)
         return render_page(
             look,
             look.games.get(game),
@@ -10754,10 +10817,17 @@ def with_wall_times(server, epoch):
     return server_copy
 
 
+def charge_history(web, request, span):
+    """Charge the client of a request for the points of this span, a key of SPANS."""
+    step, length = SPANS[span]
+    web.charge(request, web.rules.request_tokens(length / step / HISTORY_POINTS))
+
+
 def get_server(web, request):
     """Return the page of one server. One that has left the list has a page, too, if the database
     remembers it."""
     key, span = query_history(request)
+    charge_history(web, request, span)
     database = web.program.database
 
     def job():
@@ -10839,6 +10909,7 @@ def get_history_json(web, request):
     database = web.program.database
     if database is None:
         raise HttpError(404, "This master keeps no history ([server] database is empty).")
+    charge_history(web, request, span)
 
     def respond(series):
         body = to_json({
@@ -11123,10 +11194,14 @@ def get_check(web, request):
     """Return the page that says what became of the packets of an address, by default the client's
     own, and perhaps of one port."""
     address, port = query_endpoint(request, request.address)
+    registry = web.registry
+    web.charge(request, web.rules.request_tokens(registry.total / CHECK_SERVERS))
     listed = []
-    for server in web.registry.servers():
-        if address in (server.address, server.source) and port in (0, server.port):
-            listed.append(with_wall_times(server, web.epoch))
+    for table in registry.games.values():
+        for server in table.values():
+            if address in (server.address, server.source) and port in (0, server.port):
+                listed.append(with_wall_times(server, web.epoch))
+    listed.sort(key=ranking)
     findings = []
     for outcome, detail in current_outcomes(web, request, address, listed):
         findings.append(finding(outcome, detail))
@@ -11722,6 +11797,8 @@ class TcpConnection:
     deadline = math.inf
     linger_bytes = LINGER_BYTES         # how many bytes of further input we still discard
     events = NO_EVENTS                  # what the selector waits for; NO_EVENTS during a job
+    # What the session is asked before anything more is read: its method and the arguments; or ()
+    due: Tuple[Any, ...] = ()
 
     def __init__(self, listener, sock, address, session):
         """`listener` is the TcpListener that has accepted the non-blocking `sock`, a socket or a
@@ -11731,6 +11808,7 @@ class TcpConnection:
         self.tally = listener.tally
         self.sock = sock
         self.address = address
+        self.queue = self.program.rules.queue(address)
         self.session = session
         self.wait_for(selectors.EVENT_READ)
 
@@ -11742,10 +11820,21 @@ class TcpConnection:
         if self.events != NO_EVENTS:
             selector.unregister(self.sock)
         if events != NO_EVENTS:
-            is_reading = events == selectors.EVENT_READ
-            on_ready = self.on_readable if is_reading else self.on_writable
-            selector.register(self.sock, events, on_ready)
+            selector.register(self.sock, events, self.on_ready)
         self.events = events
+
+    def on_ready(self, now):
+        self.program.turns.add(self.queue, self.take_turn)
+
+    def take_turn(self, now):
+        """Do one thing: write what waits, or answer one message, or read."""
+        if self.events == selectors.EVENT_WRITE:
+            self.on_writable(now)
+        elif self.due:
+            due, self.due = self.due, ()
+            self.answer(now, *due)
+        elif self.events == selectors.EVENT_READ:
+            self.on_readable(now)
 
     def on_readable(self, now):
         try:
@@ -11778,16 +11867,14 @@ class TcpConnection:
             # If output waits, the end of input is read once more after it has been written
 
     def answer(self, now, session_method, *arguments):
-        """Call `session_method(*arguments, now)` and write the bytes that it returns. Then have the
-        session answer the further messages in its buffer, until it needs more input or the socket
-        has no more room, and wait for that. An exception ends the session."""
+        """Call `session_method(*arguments, now)` and write the bytes that it returns. A further
+        message in the session's buffer waits for the next turn. An exception ends the session."""
         session = self.session
+        data = b""
         try:
             data = session_method(*arguments, now)
-            while data and self.write(data, now):
-                if session.done or not session.buffer:
-                    break
-                data = session.receive(b"", now)
+            if data:
+                self.write(data, now)
         except Limited:
             self.tally.limited += 1
             session.done = True
@@ -11809,10 +11896,14 @@ class TcpConnection:
             self.linger(now)
         elif session.job is None:
             self.wait_for(selectors.EVENT_READ)
+            if data and session.buffer:
+                self.due = session.receive, b""
+                self.on_ready(now)
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
-            self.program.disk.submit(session.job, self.resume, WORKER_JOBS)
+            queue = self.program.rules.queue(session.job_address)
+            self.program.disk.submit(session.job, self.resume, WORKER_JOBS, queue)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -11828,6 +11919,8 @@ class TcpConnection:
             return False
         self.tally.bytes_out += sent
         if sent == len(data):
+            if self.unsent:
+                self.program.unread.remove(self)
             self.unsent = b""
             self.deadline = math.inf
             if self.session.body:
@@ -11835,13 +11928,15 @@ class TcpConnection:
                 return self.write(body, now)
             self.tally.sent += 1
             return True
-        if not self.unsent:
+        waited = self.unsent
+        # A view and not a copy: many connections may wait to send the same large answer
+        self.unsent = memoryview(data)[sent:]
+        if not waited:
             self.deadline = now + OUTPUT_TOTAL_S
+            self.program.unread.add(self, now)
         elif sent:
             # A peer that reads slowly is not idle
             self.program.connections.move_to_end(self)
-        # A view and not a copy: many connections may wait to send the same large answer
-        self.unsent = memoryview(data)[sent:]
         return False
 
     def on_writable(self, now):
@@ -11871,13 +11966,15 @@ class TcpConnection:
         is due, or time out. This is called every LOOK_S."""
         if now >= self.deadline:
             self.close(now)
-        elif not self.unsent and not self.session.done:
+        elif not (self.is_closed or self.due or self.unsent or self.session.done):
             self.answer(now, self.session.tick)
 
     def close(self, now):
         if self.is_closed:
             return
         self.is_closed = True
+        self.due = ()
+        self.program.unread.remove(self)
         # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
@@ -12002,23 +12099,40 @@ class TlsSocket:
             self.flush()
 
 
-def bound_output(connections, now):
-    """Limit the memory for output that slow readers have not taken yet to OUTPUT_BYTES in total.
-    If there is more, close the connections that have waited longest."""
-    waiting = [connection for connection in connections if connection.unsent]
-    # The latest deadlines belong to the shortest waits. These are counted first, so they stay open
-    waiting.sort(key=lambda connection: connection.deadline, reverse=True)
-    total_bytes = 0
-    counted_ids = set()
-    for connection in waiting:
-        # Connections that wait for the same answer share its bytes, which are counted once
-        for answer in connection.unsent.obj, connection.session.body:
-            if id(answer) not in counted_ids:
-                counted_ids.add(id(answer))
-                total_bytes += len(answer)
-        if total_bytes > OUTPUT_BYTES:
-            connection.tally.limited += 1
-            connection.close(now)
+class UnreadOutput:
+    """The answers that slow readers have not taken yet. At most OUTPUT_BYTES wait.
+
+    Connections that wait for the same answer share its bytes, which are counted once. If there are
+    too many, the source or IPv6 site whose connections have most left to read loses them."""
+
+    def __init__(self):
+        self.answers = {}               # what each connection waits for, by connection
+        self.readers = collections.Counter()        # how many wait for an answer, by its id()
+        self.total_bytes = 0
+
+    def add(self, connection, now):
+        """Count what a connection has to write from now on, and close others if it is too much."""
+        self.answers[connection] = connection.unsent.obj, connection.session.body
+        for answer in self.answers[connection]:
+            if not self.readers[id(answer)]:
+                self.total_bytes += len(answer)
+            self.readers[id(answer)] += 1
+        if self.total_bytes <= OUTPUT_BYTES:
+            return
+        left = collections.Counter()
+        for waiting in self.answers:
+            left[waiting.queue] += len(waiting.unsent) + len(waiting.session.body)
+        for waiting in sorted(self.answers, key=lambda waiting: -left[waiting.queue]):
+            if self.total_bytes > OUTPUT_BYTES:
+                waiting.tally.limited += 1
+                waiting.close(now)
+
+    def remove(self, connection):
+        for answer in self.answers.pop(connection, ()):
+            self.readers[id(answer)] -= 1
+            if not self.readers[id(answer)]:
+                del self.readers[id(answer)]
+                self.total_bytes -= len(answer)
 
 
 class TcpListener:
@@ -12096,10 +12210,8 @@ class TcpListener:
         program.connections[connection] = None
         program.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
-            connection.answer(now, session.opened)
-        else:
-            # The client's request has usually arrived already
-            connection.on_readable(now)
+            connection.due = (session.opened,)
+        connection.on_ready(now)        # the client's request has usually arrived already
 
     def is_over_limit(self, address, now):
         """Has this source too many open connections, or opens it them too fast? The call counts as
@@ -12110,7 +12222,10 @@ class TcpListener:
         has_too_many = program.connections_by_source.full(address, max_open)
         if has_too_many and not rules.exempts(address):
             return True
-        return not rules.connection_limiter.allow(address, now)
+        if not rules.connection_limiter.allow(address, now):
+            return True
+        # A handshake is as dear as half a request
+        return self.uses_tls and not rules.request_limiter.allow(address, now, 0.5)
 
     def close_least_needed(self, now):
         """Close a connection: one that has had its whole answer, or else the one that has been idle
@@ -12216,15 +12331,41 @@ class WorkerThread:
         self.post = post
         self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
+        self.strangers = Waiting()      # jobs of strangers, as (job, on_result)
+        self.has_stranger = False       # True while one of these jobs is in the thread
 
-    def submit(self, job, on_result, max_waiting=math.inf):
+    def submit(self, job, on_result, max_waiting=math.inf, source=None):
         """Call `job()` in this thread, and then `on_result(result, now)` in the event loop.
 
         `result` is what the job returned, or the exception that it raised. If `max_waiting` jobs
-        are waiting already, the job is not done, and the result is a RuntimeError."""
-        if self.jobs.qsize() >= max_waiting:
+        are waiting already, the job is not done, and the result is a RuntimeError. A stranger's job
+        has a `source`; of these, one at a time is in the thread, and the sources take turns. So the
+        program's own jobs do not wait for the others. Then `max_waiting` holds for the source."""
+        waiting = self.jobs.qsize()
+        if source is not None:
+            waiting = len(self.strangers.sources.get(source, ()))
+        if waiting >= max_waiting:
             self.post(on_result, RuntimeError("too many others are waiting"))
+        elif source is None:
+            self.put(job, on_result)
+        else:
+            self.strangers.add(source, (job, on_result))
+            self.serve_strangers()
+
+    def serve_strangers(self):
+        if self.has_stranger or not self.strangers:
             return
+        job, on_result = self.strangers.next()
+
+        def on_end(result, now):
+            self.has_stranger = False
+            self.serve_strangers()
+            on_result(result, now)
+
+        self.has_stranger = True
+        self.put(job, on_end)
+
+    def put(self, job, on_result):
         if self.thread is None:
             self.thread = threading.Thread(
                 target=self.work, name="masterserver " + self.name, daemon=True)
@@ -14039,6 +14180,8 @@ class MasterServer:
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
         self.connections_by_source = Shares()
+        self.turns = Waiting()          # the methods of connections that are to be called
+        self.unread = UnreadOutput()
         # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
         self.stopping = False
@@ -14135,8 +14278,9 @@ class MasterServer:
         if self.connections:
             self.handle_events(now)             # read the requests that are here, without waiting
         # A connection without events has an answer that is still being made
-        while now < deadline and any(connection.unsent or connection.events == NO_EVENTS
-                                     for connection in self.connections):
+        while now < deadline and (self.turns or any(
+                connection.unsent or connection.events == NO_EVENTS
+                for connection in self.connections)):
             self.handle_events(deadline)
             now = time.monotonic()
 
@@ -14177,15 +14321,17 @@ class MasterServer:
         """Run one round of the loop: wait until a socket is ready, a tick is due or the time
         `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
-        ready_sockets = self.selector.select(max(0.0, wait_until - time.monotonic()))
+        wait_s = 0.0 if self.turns else max(0.0, wait_until - time.monotonic())
+        ready_sockets = self.selector.select(wait_s)
         now = time.monotonic()
         for key, _ in ready_sockets:
             on_ready = key.data         # the function that the socket was registered with
             self.guarded(on_ready, now)
         if now >= self.next_connection_tick:
             self.next_connection_tick = now + LOOK_S
-            for connection in list(self.connections):
-                self.guarded(connection.tick, now)
+            for connection in self.connections:
+                self.turns.add(connection.queue, connection.tick)
+        self.take_turns(now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
             if late_s >= 5.0:
@@ -14195,6 +14341,13 @@ class MasterServer:
             self.next_tick = now + TICK_S
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
+
+    def take_turns(self, now):
+        """Let connections have their turns for TURNS_S. The others keep their places."""
+        while self.turns:
+            self.guarded(self.turns.next(), now)
+            if time.monotonic() >= now + TURNS_S:
+                break
 
     def tick(self, now):
         """Do the work of each second. A fault in one part of it does not stop the others."""
@@ -14210,7 +14363,6 @@ class MasterServer:
             self.guarded(listener.tick, now)
         for protocol in self.protocols:
             self.guarded(self.tick_protocol, protocol, now)
-        self.guarded(bound_output, self.connections, now)
         if self.saved_list:
             self.guarded(self.saved_list.tick, now, time.time())
         else:

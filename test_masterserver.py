@@ -1066,20 +1066,36 @@ class RegistryTest(unittest.TestCase):
             self.assertEqual((server.confirmed, server.last_seen), (True, 60.0))
             self.assertGreater(self.registry.generation, generation)
 
-    def test_a_list_is_made_at_most_once_a_second(self):
-        """Of 12,000 servers; of a hundred, a hundred times a second at the most."""
-        for servers, times in ((12000, 3), (100, 200)):
+    def test_lists_are_made_in_a_tenth_of_the_time(self):
+        """One of 12,000 servers once a second; one of a hundred, a hundred times a second at the
+        most; eight of them, each so much more rarely, as well as those that are short and large."""
+        for servers, size, lists, times in (
+                (12000, 0, 1, 3), (100, 0, 1, 200), (12000, 0, 8, 10), (1, 8 << 20, 8, 13)):
             registry = make_core(limits__servers_per_source="100000").registry
             made = []
             place = "203.0.113.9"
             for port in range(1, 1 + servers):
                 server = registry.list_or_refresh(("iceball", place, port), place, 0.0, 120.0, {})
-            rendered = ms.RenderedList(
-                registry, "iceball", lambda servers, now: made.append(servers))
+
+            def render(servers, now):
+                made.append(now)
+                return bytes(size)
+
+            rendered = [ms.RenderedList(registry, "iceball", render) for _ in range(lists)]
             for number in range(1000):
                 registry.update(server, {"players": number})
-                rendered.get(number / 500)
-            self.assertTrue(times * 2 // 3 <= len(made) <= times, len(made))
+                for one in rendered:
+                    one.get(number / 500)
+            self.assertTrue(times * 2 // 3 <= len(made) <= times, (servers, len(made)))
+
+    def test_a_list_that_has_not_changed_is_made_again_for_its_times_alone(self):
+        for ages_s, times in ((math.inf, 1), (5.0, 4)):
+            render = mock.Mock(return_value=b"")
+            self.hear(1)
+            rendered = ms.RenderedList(self.registry, "", render, ages_s=ages_s)
+            for number in range(1000):
+                rendered.get(number / 50)
+            self.assertEqual(render.call_count, times)
 
     def test_parts_are_made_again_for_who_has_changed(self):
         made = []
@@ -6543,7 +6559,7 @@ class FuzzTest(unittest.TestCase):
             b'["S","m","map","134",1,9,null,"d",1,"query",true,{"arenas":"x"},"203.0.113.9",false]',
             b"[" * 4000)}
     # One for each route, list or game; what the disk thread takes; senders, up to a number
-    MAY_STAY = {("Web", "request_counts"), ("Web", "room_lists"), ("Registry", "games"),
+    MAY_STAY = {("Web", "request_counts"), ("Web", "responses"), ("Registry", "games"),
                 ("Registry", "altered"), ("Iceball", "senders")}
 
     def setUp(self):
@@ -7234,6 +7250,66 @@ class HttpTest(WebCase):
         with mock.patch.object(ms, "SEARCH_SERVERS", 0.01):         # half of the burst at most
             self.assertEqual(self.get("/servers.json?name=s", address="192.0.2.2")[0], 200)
 
+    def test_a_request_costs_what_it_makes_the_master_do(self):
+        """In tokens of its source; registrations in those of messages."""
+        self.database(history=mock.Mock(return_value=ms.Series(60, 60, [1], [2])),
+                      known=mock.Mock(return_value=None))
+        for port in range(1, 41):
+            self.list(port, "203.0.113.%d" % port)
+        spent = []
+
+        def allow(address, now, tokens=1.0):
+            spent.append(tokens)
+            return True
+
+        one = "address=203.0.113.1&port=1&game=iceball"
+        with mock.patch.multiple(ms, SEARCH_SERVERS=10, CHECK_SERVERS=20), \
+                mock.patch.object(self.registry.rules.request_limiter, "allow", allow), \
+                mock.patch.object(self.registry.rules.message_limiter, "allow", allow):
+            for request, tokens in (
+                    (http_request("/"), 1), (http_request("/"), 1),             # from the cache
+                    (http_request("/servers.json?name=s"), 5), (http_request("/check"), 3),
+                    (http_request("/history.json?game=iceball"), 1.48),
+                    (http_request("/history.json?game=iceball&span=year"), 3.93),
+                    (http_request("/server?%s" % one), 1.48),
+                    (http_request("/server?%s&span=year" % one), 3.93),
+                    (http_request("/banner.svg?%s" % one), 1),
+                    (http_request(ms.DDNET_REGISTER, "Content-Length: 0", method="POST"), 2)):
+                spent.clear()
+                self.exchange(request)
+                self.assertAlmostEqual(sum(spent), tokens, 2, request[:60])
+
+    def test_who_looks_at_the_page_is_never_refused(self):
+        """With 10,000 servers: he searches, opens the page of a server with all its charts, asks
+        what became of his own, and leaves the page open, which refreshes itself."""
+        self.database(history=mock.Mock(return_value=ms.Series(60, 60, [1], [2])),
+                      known=mock.Mock(return_value=None))
+        self.list(1)
+        self.registry.total = 10000
+        now, files = 0.0, ("/style.css", "/app.js", "/icon.svg")
+        server = "/server?address=203.0.113.9&port=1&game=iceball&span="
+        for pause, path in (
+                (0, "/"), (1, "/?name=s"), *[(1, server + span) for span in ms.SPANS],
+                (1, "/check"), (1, "/check"),
+                *[(5, "/?name=s&x=%d" % number) for number in range(20)]):
+            now += pause
+            self.web.tick(now)
+            for file in (path, *files):
+                self.assertEqual(self.get(file, now=now, address="192.0.2.1")[0], 200, (path, now))
+
+    def test_what_is_made_for_one_is_not_kept_without_bound(self):
+        """The results of searches count with their bodies, unlike a list that all share."""
+        for number in range(1, 1000):
+            self.list(number, "203.0.%d.9" % (number // 20))
+        cache = self.web.caches["http"]
+        with mock.patch.object(ms, "HTTP_CACHE_BYTES", 1 << 20):
+            for path, most in (("/servers.json?name=s&x=%d", 2), ("/servers.json?x=%d", 20)):
+                self.web.empty_caches()
+                for number in range(20):
+                    self.get(path % number, address="192.0.2.%d" % number)
+                    self.assertLessEqual(len(cache), most)
+                self.assertGreaterEqual(len(cache), most // 2)
+
     # What needs the disk
 
     def database(self, **more):
@@ -7275,7 +7351,7 @@ class HttpTest(WebCase):
             status, _, _, data = split_response(data)
             found.append(status)
         self.assertEqual((found, session.job, session.done), ([200, 200, 404, 200], None, False))
-        self.assertEqual(self.web.charge.call_count, 4, "each pays once")
+        self.assertEqual(self.web.charge.call_count, 6, "each once, and twice for a history")
         self.assertEqual(self.web.request_counts["/server", 404], 1)
 
 
@@ -7308,26 +7384,27 @@ class ListsTest(WebCase):
 "last_seen":1700000000}]}
 ''' % self.registry.generation)
 
-    def test_lists_are_made_once_between_two_ticks(self):
+    def test_lists_are_made_once_for_all(self):
         """However many ask for them, in whatever words; and each server's part only when it has
-        changed. A list of a room stays until then."""
+        changed. A list stays until then; one that tells times, for 5 s at most."""
         servers = [self.list(port, max_players=9) for port in range(1, 4)]
         for path, function, has_times in (
                 ("/?x=%d", "render_server_row", 1), ("/servers.json?%d", "server_json", 1),
                 ("/servers.xml?game=iceball&x=%d", None, 1), ("/master.json?%d", None, 0)):
+            self.registry.render_at = 0.0
             listed = mock.Mock(wraps=self.registry.servers)
             made = mock.Mock(wraps=getattr(ms, function or "endpoint_text"))
             with mock.patch.object(self.registry, "servers", listed), \
                     mock.patch.object(ms, function or "endpoint_text", made):
-                for now, lists, entries in (1.0, 1, 3), (2.0, 1 + has_times, 3):
+                for now, lists, entries in (1.0, 1, 3), (2.0, 1, 3), (7.0, 1 + has_times, 3):
                     self.web.tick(now)
                     for number in range(5):
                         self.get(path % number, now=now)
                     self.assertEqual(listed.call_count, lists, path)
                     self.assertEqual(made.call_count, entries if function else 0, path)
                 self.registry.update(servers[1], {"players": servers[1].players + 1})
-                self.web.tick(3.0)
-                self.get(path % 0, now=3.0)
+                self.web.tick(8.0)
+                self.get(path % 0, now=8.0)
                 self.assertEqual(listed.call_count, 2 + has_times, path)
                 self.assertEqual(made.call_count, 4 if function else 0, path)
 
@@ -7346,11 +7423,28 @@ class ListsTest(WebCase):
     def test_compressed_once_for_all_who_ask(self):
         for port in range(1, 20):
             self.list(port)
-        with mock.patch.object(ms.gzip, "compress", wraps=gzip.compress) as compress:
+        with mock.patch.object(ms.zlib, "compressobj", wraps=zlib.compressobj) as compress:
             for number in range(3):
                 body = self.get("/servers.json?x=%d" % number, "Accept-Encoding: gzip")[2]
                 self.assertEqual(len(json.loads(gzip.decompress(body).decode())["servers"]), 19)
         self.assertEqual(compress.call_count, 1)
+
+    def test_text_that_cannot_be_compressed_is_sent_as_it_is(self):
+        """This is known soon, and is not tried again while the list stays as it is."""
+        noise = random.Random(5)
+        for number in range(1, 1000):
+            self.list(number, "203.0.%d.9" % (number // 20),
+                      description="%0500x" % noise.getrandbits(2000))
+        whole = len(self.get("/servers.json")[2])
+        compressor = mock.Mock(wraps=zlib.compressobj(ms.GZIP_LEVEL))
+        with mock.patch.object(ms.zlib, "compressobj", return_value=compressor), \
+                mock.patch.object(ms, "GZIPPED_BYTES", 100000):
+            for number in range(3):
+                _, headers, body = self.get(
+                    "/servers.json?x=%d" % number, "Accept-Encoding: gzip")
+                self.assertEqual((headers.get("Content-Encoding"), len(body)), (None, whole))
+        read = sum(len(call[0][0]) for call in compressor.compress.call_args_list)
+        self.assertTrue(100000 < read < 500000 < whole, (read, whole))
 
     def test_the_times_in_a_list_move_with_the_tick(self):
         server = self.list()
@@ -7425,9 +7519,9 @@ flavor="3" ping_milliseconds="41"/>
         for hour in range(3):
             day, total = [None, 2, hour], [None, 41, hour]
             days.append({server.key: day, ("iceball", "", 0): total})
-            self.web.tick(0.0)
+            self.web.tick(float(hour))
             for path, shown in (("/", True), ("/?name=s", False)):
-                page = self.get(path)[2].decode()
+                page = self.get(path, now=float(hour))[2].decode()
                 self.assertIn("</span>%s<td" % ms.render_sparkline(day), page)
                 self.assertEqual(ms.render_sparkline(total) in page, shown, "a search has no total")
         days = {("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None]}
@@ -7456,7 +7550,7 @@ flavor="3" ping_milliseconds="41"/>
         self.web = ms.Web(self.program._replace(listeners=listeners))
         for public in ("198.51.100.1", ""):
             self.program.settings.values["server.public_address"] = public
-            self.web.tick(0.0)
+            self.web.forget_responses()
             page = html.unescape(self.get("/")[2].decode())
             for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
                           "announce --game mygame --port PORT %s:6"):
@@ -10247,7 +10341,8 @@ class OneAnswer(ms.Session):
 
 class ConnectionTest(unittest.TestCase):
     def make(self, session: ms.Session, server: Optional[ms.MasterServer] = None,
-             data: bytes = b"") -> Tuple[ms.TcpConnection, socket.socket]:
+             data: bytes = b"", address: str = "203.0.113.9",
+             ) -> Tuple[ms.TcpConnection, socket.socket]:
         """A connection that has read these data, and its peer."""
         if server is None:
             server = bound_master(self)
@@ -10260,13 +10355,18 @@ class ConnectionTest(unittest.TestCase):
         ours.setblocking(False)
         theirs.settimeout(SOON_S)
         listener = ms.TcpListener(server, "test", None, None, ms.Tally())
-        connection = ms.TcpConnection(listener, ours, "203.0.113.9", session)
+        connection = ms.TcpConnection(listener, ours, address, session)
         server.connections[connection] = None
-        server.connections_by_source.take("203.0.113.9")
+        server.connections_by_source.take(address)
         if data:
             theirs.sendall(data)
             connection.on_readable(0.0)
+            self.all_turns(server, 0.0)
         return connection, theirs
+
+    def all_turns(self, server: ms.MasterServer, now: float) -> None:
+        while server.turns:
+            server.take_turns(now)
 
     def test_all_that_came_is_answered_one_by_one(self) -> None:
         connection, peer = self.make(OneAnswer(3), data=b"abc.d")
@@ -10284,6 +10384,7 @@ class ConnectionTest(unittest.TestCase):
             got += len(peer.recv(1 << 16))
             if connection.events == selectors.EVENT_WRITE:
                 connection.on_writable(1.0)
+            self.all_turns(connection.program, 1.0)
         self.assertEqual((session.calls, connection.events), (3, selectors.EVENT_READ))
         # who reads slowly acts
         self.assertIs(next(iter(connection.program.connections)), idle)
@@ -10352,7 +10453,7 @@ class ConnectionTest(unittest.TestCase):
                 peer.sendall(b"a")
                 connection.on_readable(0.0)
                 connection.tick(0.1)
-                (job, done, _), = (call[0] for call in submit.call_args_list)
+                (job, done, *_), = (call[0] for call in submit.call_args_list)
                 self.assertEqual((connection.events, job()), (0, b"it"))
                 if gone:
                     connection.close(0.2)
@@ -10363,20 +10464,89 @@ class ConnectionTest(unittest.TestCase):
                                  (b"amade it", 0 if again else selectors.EVENT_READ))
 
     def test_output_for_slow_readers_is_bounded_in_sum(self) -> None:
-        """The longest wait is closed first; an answer that many wait for counts once."""
-        server, shared, asked = bound_master(self), bytes(3 << 20), []
-        for number in range(12):
-            session = OneAnswer(3 << 20)
-            if number >= 8:
-                session.receive = lambda data, now: shared if data else b""     # type: ignore
-            connection, _ = self.make(session, server)
-            connection.answer(float(number), session.receive, b"x")
-            asked.append(connection)
-        for limit, left in ((18 << 20, range(3, 12)), (3 << 20, range(8, 12))):
-            with mock.patch.object(ms, "OUTPUT_BYTES", limit):
-                ms.bound_output(server.connections, 19.0)
-            self.assertEqual([number for number in range(12) if not asked[number].is_closed],
-                             list(left))
+        """As soon as it waits. An answer that many wait for counts once. Whoever has the most to
+        read gives way, and not one who has waited longer for less."""
+        honest, other, size = "192.0.2.1", "192.0.2.2", 1 << 20
+        sources = ["198.51.100.%d" % number for number in range(4)]
+        site = ["2001:db8:5:%d::1" % number for number in range(4)]
+        for readers, most, left in (
+                ([honest] + sources[:1] * 8, 9, [honest] + sources[:1] * 8),
+                ([honest] + sources[:1] * 8, 3, [honest] + sources[:1] * 2),
+                ([honest] * 2 + sources[:1] * 8, 5, [honest] * 2 + sources[:1] * 3),
+                ([honest] + sources * 3, 5, [honest] + sources),
+                ([honest, other] + site, 4, [honest, other] + site[2:])):
+            server, connections = bound_master(self), []
+            with mock.patch.object(ms, "OUTPUT_BYTES", most * size):
+                for number, address in enumerate(readers):
+                    has_read = size // 8 if address in (honest, other) else 0
+                    connection, _ = self.make(OneAnswer(size - has_read), server, address=address)
+                    connections.append(connection)
+                    connection.answer(float(number), connection.session.receive, b"x")
+                    self.assertLessEqual(server.unread.total_bytes, most * size)
+            self.assertEqual(sorted(connection.address for connection in server.connections),
+                             sorted(left))
+            shared = bytes(size)
+            for connection in connections:
+                connection.close(9.0)
+            self.assertEqual((server.unread.total_bytes, server.unread.readers), (0, {}))
+            with mock.patch.object(ms, "OUTPUT_BYTES", size):
+                for address in readers:
+                    session = OneAnswer()
+                    session.receive = lambda data, now: shared      # type: ignore[method-assign]
+                    connection, _ = self.make(session, server, address=address)
+                    connection.answer(9.0, session.receive, b"x")
+                self.assertEqual(len(server.connections), len(readers))
+
+    def test_a_round_is_short_and_sources_take_turns(self) -> None:
+        """Of many messages in a packet one is answered, then it is the others' turn, one source
+        after another: an IPv6 site is one, and an exempt address waits for none of its own."""
+        honest, exempt = "192.0.2.1", "127.0.0.1"
+        site = ["2001:db8:5:%d::1" % number for number in range(3)]
+        for addresses, order in (
+                (["198.51.100.1"] * 3 + [honest], "adbdcdadbdcd"), (site + [honest], "adbdcdad"),
+                ([exempt] * 2 + [honest], "abcabc")):
+            server = bound_master(self, limits__exempt="127.0.0.0/8")
+            answered: List[str] = []
+            for name, address in zip("abcd", addresses):
+                session = OneAnswer()
+                connection, peer = self.make(session, server, address=address)
+
+                def receive(data: bytes, now: float, session: ms.Session = session,
+                            name: str = name, receive: Any = session.receive) -> bytes:
+                    answered.append(name)
+                    return receive(data, now)
+
+                session.receive = receive                   # type: ignore[method-assign]
+                peer.sendall(b"x" * 45)
+            with mock.patch.object(ms, "TURNS_S", 0.0):
+                server.next_connection_tick = math.inf
+                for number in range(1, len(order) + 1):
+                    server.handle_events(0.0)
+                    self.assertEqual("".join(answered), order[:number])
+
+    def test_connections_that_come_at_once_wait_for_their_turn(self) -> None:
+        """So do those that are spoken to first, and those whose time is over."""
+        for protocol in "http", "hyperbol":
+            server = bound_master(self, **{protocol + ("__ports" if protocol == "http" else
+                                                       "__port"): "0"})
+            clients = [connect(server, protocol) for _ in range(5)]
+            for client in clients:
+                self.addCleanup(client.close)
+                if protocol == "http":
+                    client.sendall(http_request("/healthz"))
+            tally = server.tallies[protocol]
+            with mock.patch.object(ms, "TURNS_S", 0.0):
+                server.next_connection_tick = math.inf
+                eventually(lambda: server.handle_events(0.0) or len(server.connections) == 5)
+                sent = tally.sent
+                server.handle_events(0.0)
+                self.assertLessEqual(tally.sent, sent + 1)
+            eventually(lambda: server.handle_events(0.0) or tally.sent == 5)
+            with mock.patch.object(ms, "TURNS_S", 0.0):
+                server.next_connection_tick = 0.0
+                with mock.patch.object(ms.TcpConnection, "tick") as tick:
+                    server.handle_events(0.0)
+                    self.assertLessEqual(tick.call_count, 1)
 
     def test_a_peer_that_has_vanished_is_found_though_data_is_on_its_way(self) -> None:
         if not hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -10493,8 +10663,8 @@ class HttpsTest(unittest.TestCase):
         plain = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
         for data in plain, b"\x16", b"\x16\x03\x01\xff\xff" + bytes(100), b"\x16" + bytes(20000):
             with connect(server, "https") as client:
-                client.sendall(data)
                 with contextlib.suppress(OSError):      # it may be closed already
+                    client.sendall(data)
                     client.shutdown(socket.SHUT_WR)
                     answer = read_all(client)
             if data == plain:
@@ -10821,6 +10991,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
                 self.assertIn(sock.fileno(), server.selector.get_map())
             accept.side_effect = sock.accept
             listener.on_readable(2.0)
+            server.take_turns(2.0)
             self.assertEqual((len(client.recv(12)), server.health), (12, {}))
         self.assertEqual((accept.call_count, len(logged.records)), (4, 1))
 
@@ -10963,6 +11134,27 @@ class WorkerTest(unittest.TestCase):
         self.assertEqual([result for result in results if "too many" not in result[1]][:3],
                          [("hangs", "True"), ("fails", "6"), ("one", "5")])
         self.assertEqual(results[-1], ("the program's own", "6"))
+
+
+    def test_strangers_take_turns_and_keep_nobody_else_waiting(self) -> None:
+        done: List[Any] = []
+        posted: List[Any] = []
+        worker = ms.WorkerThread("test", lambda call, result: posted.append((call, result)))
+        with mock.patch.object(ms.threading, "Thread"):
+            for name in ["a"] * (ms.WORKER_JOBS + 3) + ["b", "c", "own"]:
+                worker.submit(functools.partial(str, name),
+                              lambda result, now: done.append(str(result)),
+                              ms.WORKER_JOBS, None if name == "own" else name)
+        refused = [str(result) for _, result in posted]
+        self.assertEqual(refused, ["too many others are waiting"] * 2)
+        posted.clear()
+        while worker.jobs.qsize():
+            worker.jobs.put(None)               # the thread ends with the jobs that are there
+            worker.work()
+            while posted:
+                call, result = posted.pop(0)
+                call(result, 0.0)
+        self.assertEqual(done, ["a", "own", "a", "b", "c"] + ["a"] * (ms.WORKER_JOBS - 1))
 
 
 class HostNamesTest(unittest.TestCase):
@@ -11178,7 +11370,8 @@ class DiskThread:
         self.at_once = True
         self.jobs: List[Any] = []
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None]) -> None:
+    def submit(self, job: Callable[[], Any], done: Callable[[Any, float], None],
+               max_waiting: float = math.inf, source: Any = None) -> None:
         self.jobs.append((job, done))
         if self.at_once:
             self.work()
