@@ -132,10 +132,11 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 # thousand at once
 RECORD_BYTES = 64_000
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
-# Of a text, so many times the characters that are kept are read: it may have colours or accents
+# Of a text, so many times the characters that are kept are read: it may have colours or accents.
+# In UTF-8 a character has up to four bytes
 CLEANED_TIMES = 4
+DECODED_TIMES = 4 * CLEANED_TIMES
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
-CLEANED_CHARACTERS = 16384      # or bytes; what follows is not decoded: no datagram has more
 PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
 COOKIE_WINDOW_S = 30            # a cookie is valid for one to two; servers return it in a second
@@ -982,7 +983,6 @@ def clean(text, max_characters=NAME_CHARACTERS):
     invisible characters and piled-up accents. Any run of blanks becomes one space."""
     text = text[:CLEANED_TIMES * max_characters]
     if not (text.isascii() and text.isprintable()):
-        text = text[:CLEANED_CHARACTERS]
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
         text = INVISIBLE.sub("", text)
@@ -992,13 +992,13 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode UTF-8 and clean the text. An incomplete character at the end is dropped."""
-    text, _ = codecs.utf_8_decode(raw[:CLEANED_CHARACTERS], "replace")
+    text, _ = codecs.utf_8_decode(raw[:DECODED_TIMES * max_characters], "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252."""
-    raw = raw[:CLEANED_CHARACTERS]
+    raw = raw[:DECODED_TIMES * max_characters]
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
