@@ -152,6 +152,7 @@ SURPLUS_BYTES = 100_000, 1_000_000
 ANSWERS_RATE = 1e6, 1e6
 ALTERED_SERVERS = 100_000       # may wait for the disk: a full list, and as many that have left
 KNOWN_SERVERS = 60_000          # servers that have left, and games, that the disk remembers
+KNOWN_AFTER_S = 300.0           # a server that leaves sooner after its first sight is forgotten
 # Packets that /check can explain: so many whose senders have proven their addresses, and as many
 # others. Either take 26 MB at most
 OUTCOMES_KEPT = 32768
@@ -2681,24 +2682,29 @@ class Database:
 
     def save(self, rows, departed):
         """Store changes of the list in one transaction: `rows` are the ListedRows of new and
-        changed servers, `departed` the keys of servers that have left the list. Of these, the name
-        and the times are remembered. To encode 10,000 rows takes 60 ms."""
+        changed servers, `departed` the keys of servers that have left the list. Of those that were
+        here for KNOWN_AFTER_S, the name and the times are remembered. To encode 10,000 rows takes
+        60 ms."""
         values = [{**row._asdict(), "fields": ENCODER.encode(row.fields)} for row in rows]
         with self._transaction() as db:
             for key in departed:
                 row = db.execute(
-                    "SELECT id, fields, listed.last_seen FROM server JOIN listed ON id = server"
+                    "SELECT id, fields, first_seen, max(server.last_seen, listed.last_seen)"
+                    " FROM server JOIN listed ON id = server"
                     " WHERE game = ? AND address = ? AND port = ?", key).fetchone()
                 if row is None:
                     continue
-                server_id, fields, last_seen = row
+                server_id, fields, first_seen, last_seen = row
                 db.execute("DELETE FROM listed WHERE server = ?", (server_id,))
-                # Otherwise a stranger could fill the disk: he could have thousands of servers
-                # listed, one after the other, each with long texts
+                # A stranger could fill the disk: he could have thousands of servers listed, one
+                # after the other, each with long texts
+                if last_seen - first_seen < KNOWN_AFTER_S:
+                    db.execute("DELETE FROM server WHERE id = ?", (server_id,))
+                    continue
                 name_alone = ENCODER.encode({"name": read_fields(fields).get("name", "")})
                 # last_seen never moves back: after a power cut the clock may stand at 1970
-                db.execute("UPDATE server SET fields = ?, last_seen = max(last_seen, ?)"
-                           " WHERE id = ?", (name_alone, last_seen, server_id))
+                db.execute("UPDATE server SET fields = ?, last_seen = ? WHERE id = ?",
+                           (name_alone, last_seen, server_id))
             db.executemany(
                 "INSERT INTO server (game, address, port, first_seen, last_seen, fields)"
                 " VALUES (:game, :address, :port, :first_seen, :last_seen, :fields)"
@@ -2745,7 +2751,7 @@ class Database:
             if quarter_ended:
                 self._roll_up(db, minute)
                 self._drop_old(db, minute)
-                self._drop_excess(db)
+                self._drop_excess(db, minute)
             for game, address, port, players in samples:
                 # The table `listed` has the time at which a server was last seen
                 db.execute(
@@ -2846,22 +2852,22 @@ class Database:
                    " AND id NOT IN (SELECT server FROM listed)",
                    (BLOCK_FORMS[HOUR].oldest_kept(minute),))
 
-    def _drop_excess(self, db):
+    def _drop_excess(self, db, minute):
         """Forget servers that are not listed, and games, if there are too many of them together:
         those first that were here for the shortest time. So a stranger who lists one server after
-        another neither drives out old servers nor fills the disk."""
+        another neither drives out old servers nor fills the disk. The samples of those go too, and
+        of those that save() has forgotten since the last quarter of an hour."""
         # LIMIT -1 OFFSET n skips the first n rows, which are kept, and returns all others
         excess = db.execute(
             "SELECT id, first_seen FROM server"
             " WHERE game != '' AND id NOT IN (SELECT server FROM listed)"
             " ORDER BY last_seen - first_seen DESC, last_seen DESC LIMIT -1 OFFSET ?",
             (KNOWN_SERVERS,)).fetchall()
-        if not excess:
-            return
         db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
         # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
-        # are recent
-        first_seen = min(first_seen for _, first_seen in excess)
+        # are recent. A server that save() forgets may have been silent for some hours before
+        first_seen = min((first_seen for _, first_seen in excess), default=minute)
+        first_seen = min(first_seen, minute - 4 * HOUR)
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = ? AND start >= ?"
                        " AND server NOT IN (SELECT id FROM server)",

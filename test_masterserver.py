@@ -1287,11 +1287,11 @@ class ListOnDisk(DatabaseCase):
     def test_of_a_server_that_has_left_the_name_and_the_times_stay(self):
         """A stranger lists one after another, each with as many texts as it may have."""
         database = self.database()
-        for wall in (T0, T0 + 50):
+        for wall in (T0, T0 + 400):
             database.save([listed_row(1, wall, name="old", map="x" * 20000), listed_row(2)], set())
         for gone in (set(), {self.A, listed_key(9)}, {self.A}):
             database.save([], gone)
-            self.assertEqual(database.known(*self.A), (T0, T0 + 50, "old"))
+            self.assertEqual(database.known(*self.A), (T0, T0 + 400, "old"))
         self.assertEqual(self.sql("SELECT fields FROM server WHERE fields NOTNULL ORDER BY id"),
                          [('{"name":"old"}',), ('{"name":"S"}',)])
         self.assertEqual(database.load(), [listed_row(2)])
@@ -1308,24 +1308,54 @@ class ListOnDisk(DatabaseCase):
         for nobody in (("aio", *self.A[1:]), listed_key(9), self.TOTAL):
             self.assertIsNone(database.known(*nobody))
 
+    def test_who_stays_for_less_than_a_few_minutes_leaves_nothing(self):
+        """Whoever lists one server after another for as long as he likes does not fill the disk."""
+        database = self.database()
+        stays = [listed_row(0, T0 + 300), listed_row(1, T0 + 299)]
+        database.save([listed_row(0), listed_row(1)], set())
+        database.save(stays, set())
+        sizes = []
+        for minute in range(90):
+            wall = T0 + 300 + 60 * minute
+            listed = [listed_row(5000 + 60 * minute + number, wall, name="x" * 500)
+                      for number in range(60)]
+            database.save(listed, set())
+            database.add_samples(wall, [row.key + (1,) for row in listed] + [self.TOTAL + (60,)])
+            database.save([], {row.key for row in listed})
+            [(pages,)] = self.sql("PRAGMA page_count")
+            sizes.append(pages)
+        self.assertEqual(max(sizes[:30]), max(sizes))
+        database.save([], {row.key for row in stays})
+        self.assertEqual([database.known(*listed_key(number)) for number in range(2)],
+                         [(T0, T0 + 300, "S"), None])
+        database.save([listed_row(0, T0 + 9000)], set())
+        database.save([], {listed_key(0)})              # who has been here longer is not forgotten
+        self.assertEqual(database.known(*listed_key(0)), (T0, T0 + 9000, "S"))
+        database.add_samples(T0 + 9000, [self.TOTAL + (0,)])
+        self.assertEqual(self.sql("SELECT game, address FROM server ORDER BY address"),
+                         [self.TOTAL[:2], listed_key(0)[:2]])
+        self.assertEqual(self.sql("SELECT DISTINCT address FROM block LEFT JOIN server"
+                                  " ON id = server"), [("",)])
+
     def test_those_here_for_the_shortest_time_are_forgotten_when_there_are_too_many(self):
         """With their history: servers that are not listed, and games, whatever their age is."""
         database = self.database()
         number = database.installation_id(77)
-        database.save([listed_row(number, T0 + number) for number in range(30)], set())
-        database.save([listed_row(1, T0 + 500)], set())     # all others are here for no time
+        for wall in T0, T0 + 300:
+            database.save([listed_row(number, wall + number) for number in range(30)], set())
+        database.save([listed_row(1, T0 + 500)], set())     # all others were here for 300 s
         servers = [listed_key(number) + (1,) for number in range(30)]
         database.add_samples(T0, servers + [self.TOTAL + (1,)])
         database.save([], {listed_key(number) for number in range(1, 30)})
         with mock.patch.object(ms, "KNOWN_SERVERS", 20):
-            database.add_samples(T0 + 30, [self.TOTAL + (7,)])
+            database.add_samples(T0 + 600, [self.TOTAL + (7,)])
             database.add_samples(T0 + 30 * 60, [self.TOTAL + (7,)])
             known = [number for number in range(30) if database.known(*listed_key(number))]
             self.assertEqual(known, [0, 1, *range(12, 30)])     # the listed one is not counted
             for minute in range(31, 76):
                 renamed = [("renamed-%d-%d" % (minute, one), "", 0, 1) for one in range(30)]
                 database.add_samples(T0 + 60 * minute, renamed + [self.TOTAL + (7,)])
-        self.assertEqual(database.load(), [listed_row(0)])
+        self.assertEqual(database.load(), [listed_row(0, T0 + 300)._replace(first_seen=T0)])
         self.assertIsNotNone(database.known(*self.A))
         games = {game for game, in self.sql("SELECT game FROM server WHERE address = ''")}
         self.assertIn("iceball", games)
@@ -1355,7 +1385,7 @@ class ListOnDisk(DatabaseCase):
                     (5, '', '', -1, 1700006400.0, 1700007300.0, NULL),
                     (7, 'iceball', '', 0, 1700006400.0, 1700007300.0, NULL);
                 INSERT INTO listed VALUES (2, 1700006520.0, 1700006400.0),
-                    (4, 1700092800.0, 1700006400.0);""")
+                    (4, 1700093200.0, 1700006800.0);""")
             for step, start, size, samples in (
                     (60, T0, 120, hexa("0400") * 16), (900, T0, 384, hexa("0400 0500")),
                     (3600, T0 - 6 * ms.DAY, 672, bytes(4 * 144) + hexa("0400 0500"))):
@@ -1380,7 +1410,7 @@ class ListOnDisk(DatabaseCase):
                               max(filter(None, series.peaks))), ([3] * count, peak), span)
         database.save([listed_row(1, name="new")], {zone.key})
         self.assertEqual(database.load(), [listed_row(1, name="new")])
-        self.assertEqual(database.known(*zone.key), (T0, T0, "Zone"))
+        self.assertEqual(database.known(*zone.key), (T0, T0 + 400, "Zone"))
         self.sql("PRAGMA user_version = 0")         # restored from a dump, which does not tell it
         self.assertEqual((len(self.database().load()), self.set_aside()), (1, []))
 
@@ -1462,7 +1492,8 @@ class HistoryOnDisk(DatabaseCase):
     def test_each_span_stays_whole_and_nothing_stays_for_ever(self):
         database = self.database()
         gone = listed_key(2)
-        database.save([listed_row(2)], set())
+        for wall in T0, T0 + ms.QUARTER:
+            database.save([listed_row(2, wall)], set())
         database.save([], {gone})
         for step, span in ((ms.MINUTE, "day"), (ms.QUARTER, "month"), (ms.HOUR, "year")):
             covers, kept = ms.BLOCK_FORMS[step].covers, ms.BLOCK_FORMS[step].kept
@@ -1493,7 +1524,8 @@ class HistoryOnDisk(DatabaseCase):
                 (hours[:20] + hours[21:], False), (hours, True)):
             self.put(b"")
             database = self.database()
-            database.save([listed_row(2)], set())
+            for wall in T0, year[-1]:
+                database.save([listed_row(2, wall)], set())
             for wall in year:
                 database.add_samples(wall, [self.A + (7,), self.TOTAL + (7,)])
             database.save([], {listed_key(2)})
@@ -11563,7 +11595,8 @@ class SavedListTest(unittest.TestCase):
         self.assertEqual(self.batch(saved, 60.0), ([1, 2, 4], [], {"": 1, 1: 1, 4: 0}))
         for server in registry.servers():
             registry.remove_own(server)
-        self.assertEqual(self.batch(saved, 61.0), ([], [1, 2, 4], {}))
+        with mock.patch.object(ms, "KNOWN_AFTER_S", 2.0):
+            self.assertEqual(self.batch(saved, 61.0), ([], [1, 2, 4], {}))
         self.assertEqual(saved.database.known(*one.key)[:2], (T0, T0 + 2.0))
 
     def test_sparklines_come_with_the_samples(self) -> None:
