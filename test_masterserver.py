@@ -10810,13 +10810,18 @@ class HttpsTest(unittest.TestCase):
             except OSError:
                 return False
             return True
+
+        def replace(path: str, new_path: str) -> None:
+            """Nobody finds the file half written, of which the log would tell instead."""
+            shutil.copy(new_path, path + ".new")
+            os.replace(path + ".new", path)
         with self.assertLogs("masterserver", "ERROR") as logged:
-            shutil.copy(new_paths[0], paths[0])
+            replace(paths[0], new_paths[0])
             eventually(lambda: "does not belong to it" in "".join(logged.output))
         self.assertFalse(is_served(new_paths[0]))
         eventually(lambda: "does not belong to it" in server.health.get("new certificate", ""))
         with self.assertLogs("masterserver", "INFO") as logged:
-            shutil.copy(new_paths[1], paths[1])
+            replace(paths[1], new_paths[1])
             eventually(lambda: is_served(new_paths[0]))
         self.assertIn("a new certificate is in force, which expires on 2", "".join(logged.output))
 
