@@ -7430,8 +7430,8 @@ LUANTI_FRACTION = number_reader(0, 10**6, float), "a number, 0 or more"
 LUANTI_ADDRESS = read_luanti_address, (
     "a name with a dot in it or an IP address; without a port, blanks or letters beyond ASCII")
 # The fields of an announcement, and whether each is required. The reader takes the announced value,
-# a text or a list, and returns it cleaned; for a wrong value it raises ValueError or, as for a dict,
-# what its first step raises. The answer to a wrong announcement quotes what is expected
+# a text or a list, and returns it cleaned. For a wrong value it raises ValueError or, as for a
+# dict, what its first step raises. The answer to a wrong announcement quotes what is expected
 LUANTI_FIELDS = {
     "name": (*LUANTI_WORD, True),
     "gameid": (*LUANTI_WORD, True),
