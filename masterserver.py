@@ -157,7 +157,7 @@ KNOWN_AFTER_S = 300.0           # a server that leaves sooner after its first si
 # others. Either take 26 MB at most
 OUTCOMES_KEPT = 32768
 OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
-OUTCOMES_PER_S = 1000           # of the others are recorded: a flood leaves the last half minute
+OUTCOMES_RATE = 1000, 1000      # of the others: a flood leaves the last half minute
 OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
@@ -1962,9 +1962,7 @@ class Registry:
         # flood of them pushes out no other
         self.outcomes = Turns(OUTCOMES_KEPT)
         self.unproven_outcomes = Turns(OUTCOMES_KEPT)
-        # When the present second ends, and how many of the latter may still be recorded in it
-        self.outcomes_until = 0.0
-        self.outcomes_left = 0
+        self.unproven_limiter = Limiter(OUTCOMES_RATE)
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -2303,12 +2301,7 @@ class Registry:
         address = self.rules.listed_address(source)
         if self.outcomes.keys_of(address):
             self.record_outcome(source, protocol, port, outcome, now, detail)
-            return
-        if now >= self.outcomes_until:
-            self.outcomes_until = now + 1.0
-            self.outcomes_left = OUTCOMES_PER_S
-        if self.outcomes_left > 0:
-            self.outcomes_left -= 1
+        elif self.unproven_limiter.allow("all", now):
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             key = source, protocol, port
             self.unproven_outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
@@ -3415,7 +3408,6 @@ def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
 # A value in a list in JSON may have this length. The longest entries are DDNet's, with 32 kB
 JSON_VALUE_CHARACTERS = 1 << 17
 JSON_PIECE_BYTES = 1 << 14          # are decoded at once
-JSON_HEAD_CHARACTERS = 256          # no head of an array that json_array() finds is longer
 JSON_DECODER = json.JSONDecoder(parse_int=read_integer)
 # More blanks in a row are an error, because one call that skips megabytes takes too long
 JSON_BLANKS: Any = re.compile(r"[ \t\r\n]{0,1000}")
@@ -3426,13 +3418,12 @@ def json_array(data, name):
 
     Raise ValueError if there is none, or if it has more than LIST_SERVERS values. What follows the
     array is not read. The values are decoded one by one; see fetched_json()."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    pieces = (decoder.decode(data[start:start + JSON_PIECE_BYTES])
-              for start in range(0, len(data), JSON_PIECE_BYTES))
+    starts = range(0, len(data), JSON_PIECE_BYTES)
+    pieces = codecs.iterdecode((data[at:at + JSON_PIECE_BYTES] for at in starts), "utf-8")
     head_pattern = re.compile(r'"%s"[ \t\r\n]{0,99}:[ \t\r\n]{0,99}\[' % name)
     text, head = "", None
     for piece in pieces:
-        text = text[-JSON_HEAD_CHARACTERS:] + piece
+        text = text[-256:] + piece      # the head, which is shorter, may begin in the last piece
         head = head_pattern.search(text)
         if head:
             break
@@ -7743,14 +7734,13 @@ class Luanti(PolledGame):
     @staticmethod
     def read_entry(entry):
         server = json_entry(entry, "clients", "clients_max")
-        server["private"] = {}          # which found() refuses
-        # Of the entry, only these are kept: a list of 24 MB can have eight million empty lists
+        # Nothing else is kept: a list of 24 MB can have eight million empty lists
         with contextlib.suppress(Refused):
             server["private"] = read_luanti_fields({**LUANTI_COMPUTED, **entry})
         return server
 
     def found(self, entry):
-        announcement = read_luanti_fields({**LUANTI_COMPUTED, **entry["private"]})
+        announcement = read_luanti_fields(entry.get("private", NO_DETAILS))
         return {**luanti_attributes(announcement), "verified": "another list"}
 
 
@@ -11193,9 +11183,6 @@ OUTCOMES = {
 }
 
 
-LOOKED = "looked at /check"         # the outcome of a request for this page, which is not shown
-
-
 def get_check(web, request):
     """Return the page that says what became of the packets of an address, by default the client's
     own, and perhaps of one port."""
@@ -11213,7 +11200,7 @@ def get_check(web, request):
         findings.append(finding(outcome, detail))
     findings += recorded_findings(web, address, port, listed, request.wall)
     # From now on, what comes from the client's own address counts as proven
-    web.registry.record_outcome(request.address, "", 0, LOOKED, request.now)
+    web.registry.record_outcome(request.address, "", 0, "looked", request.now)
     page = render_check_page(web.look, address, port, findings, listed, request.wall)
     return HttpResponse(page, HTML_TYPE)
 
@@ -11264,7 +11251,8 @@ def recorded_findings(web, address, port, listed, wall):
             continue
         # Of a ban, and of servers that are listed now, current_outcomes() says more
         is_answered = record.outcome in ("announced", "challenged", "listed")
-        if record.outcome in ("banned", LOOKED) or (is_answered and packet_port in confirmed_ports):
+        is_listed_now = is_answered and packet_port in confirmed_ports
+        if is_listed_now or record.outcome in ("banned", "looked"):
             continue
         # A server whose listing was recorded, but that is not listed now, has left the list
         outcome = "gone" if record.outcome == "listed" else record.outcome
@@ -13932,9 +13920,6 @@ def find_own_addresses(settings):
     }
 
 
-SLOW_LOOKUP_S = 1.0                 # most names take some milliseconds
-
-
 class LookedUp(NamedTuple):
     """The result of the last look-up of a host name in another master's list."""
 
@@ -13957,7 +13942,7 @@ def look_up_names(hosts, looked_up):
     for name in names:
         looked_up.setdefault(name, LookedUp())
     deadline = time.monotonic() + 10.0
-    for name in sorted(looked_up, key=lambda name: looked_up[name].took_s > SLOW_LOOKUP_S):
+    for name in sorted(looked_up, key=lambda name: looked_up[name].took_s > 1.0):
         began = time.monotonic()
         if began >= deadline:
             return

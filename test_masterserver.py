@@ -1146,7 +1146,7 @@ class RegistryTest(unittest.TestCase):
     def test_a_flood_pushes_out_no_outcome_of_others(self):
         registry = self.registry
         registry.record_outcome("203.0.113.1", "hyperbol", 5, "silent", 0.0)
-        registry.record_outcome("203.0.113.2", "", 0, ms.LOOKED, 0.0)
+        registry.record_outcome("203.0.113.2", "", 0, "looked", 0.0)
         honest = [("198.51.100.%d" % number, "iceball", 6) for number in range(20)]
         for number in range(30 * 500):          # half a minute
             now = number / 500
@@ -1156,11 +1156,11 @@ class RegistryTest(unittest.TestCase):
         explained = [registry.outcome(*key) for key in honest]
         self.assertNotIn(None, explained)
         # Of a heavier one a part is noted
-        for number in range(10000):
-            registry.record_unproven(address_of(number), "aio", 1, "silent", 50.0 + number / 5000)
-        self.assertEqual(len(registry.unproven_outcomes), 30 * 500 + 20 + 2 * ms.OUTCOMES_PER_S)
-        registry.record_unproven("198.51.100.1", "aio", 7, "announced", 51.9)
-        registry.record_unproven("203.0.113.2", "aio", 7, "announced", 51.9)
+        for number in range(2000):
+            registry.record_unproven(address_of(number), "aio", 1, "silent", 50.0)
+        self.assertEqual(len(registry.unproven_outcomes), 30 * 500 + 20 + 1000)
+        registry.record_unproven("198.51.100.1", "aio", 7, "announced", 50.0)
+        registry.record_unproven("203.0.113.2", "aio", 7, "announced", 50.0)
         self.assertIsNone(registry.outcome("198.51.100.1", "aio", 7))
         self.assertIsNotNone(registry.outcome("203.0.113.2", "aio", 7))
         self.assertIsNotNone(registry.outcome("203.0.113.1", "hyperbol", 5))
@@ -7757,7 +7757,7 @@ class CheckTest(WebCase):
         self.titles(now=5.0)                    # another address looks, which is not its own
         for looks in 0, 1:
             now = 6.0 + looks
-            for number in range(ms.OUTCOMES_PER_S):
+            for number in range(1000):
                 self.registry.record_unproven(address_of(number), "iceball", 1, "announced", now)
             self.registry.record_unproven("203.0.113.9", "iceball", 1, "announced", now)
             page = self.exchange(http_request("/check"), "203.0.113.9", now)
@@ -13829,8 +13829,8 @@ class ClientTools(unittest.TestCase):
         with self.assertRaises(StopIteration) as end:
             fetch.send(ms.HttpAnswer(200, json.dumps({"list": entries}).encode()))
         first, second = end.exception.value
-        self.assertEqual((set(first["private"]) - set(ms.LUANTI_FIELDS), second["private"]),
-                         (set(), {}))
+        self.assertEqual((set(first["private"]) - set(ms.LUANTI_FIELDS), "private" in second),
+                         (set(), False))
 
     def test_a_master_that_comes_to_no_end(self) -> None:
         over = threading.Event()
