@@ -8042,8 +8042,6 @@ class Ddnet(Game):
         # This master's servers by the hash of Secret. Some have left within the last second
         self.by_secret = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
-        # By the hash of Secret, the hash of the last body that was read, and the info in it
-        self.bodies = {}
         self.body_limiter = Limiter(DDNET_READ_BYTES)
         self.prove_at = -math.inf       # when all tokens have to be verified again
 
@@ -8089,13 +8087,12 @@ class Ddnet(Game):
         elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
         server = self.list_address(asked, server, registration, now)
-        if request.body:
-            self.bodies[asked.secret] = hash(request.body), registration["info"]
-        if not request.body and not request.close_connection:       # else nothing is repeated
-            fingerprint = hash((request.head, request.peer_address))
-            addresses = server.private["ddnet_addresses"]
-            addresses[text].fingerprint = fingerprint
-            if len(server.fingerprints) >= DDNET_ADDRESSES:         # some are of former tokens
+        if request.body or not request.close_connection:            # else nothing is repeated
+            fingerprint = hash((asked.secret, request.body))
+            if not request.body:
+                fingerprint = hash((request.head, request.peer_address))
+                server.private["ddnet_addresses"][text].fingerprint = fingerprint
+            if len(server.fingerprints) > DDNET_ADDRESSES:          # some are of former tokens
                 self.registry.forget_fingerprints_of(server)
             if fingerprint not in server.fingerprints:
                 self.registry.add_fingerprint(server, fingerprint)
@@ -8125,10 +8122,9 @@ class Ddnet(Game):
         """Return the info in the body of a registration. Raise Malformed or Refused.
 
         What has not changed is not read again: all addresses of a server bring the same info."""
-        if server is not None:
-            info = self.registration(server)["info"]
-            if self.bodies.get(asked.secret) == (hash(body), info):
-                return info
+        fingerprint = hash((asked.secret, body))
+        if server is not None and fingerprint in server.fingerprints:
+            return self.registration(server)["info"]
         source = asked.source
         if not (self.body_limiter.allow(source, now, len(body)) or self.rules.exempts(source)):
             raise Refused("limit", "infos: too many bytes of them have changed; wait 15 s")
@@ -8239,7 +8235,6 @@ class Ddnet(Game):
         secret = self.registration(server)["secret"]
         if self.by_secret.get(secret) is server:
             del self.by_secret[secret]
-            self.bodies.pop(secret, None)
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
