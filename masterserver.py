@@ -1556,6 +1556,7 @@ class Limiter:
         or NO_VERDICT. It is called when an address is seen for the first time."""
         self.verdict = verdict
         self.table = collections.OrderedDict()
+        self.refused_at = {}            # the time of the last refusal, by the same keys
         self.set_rate(rate)
 
     def set_rate(self, rate):
@@ -1566,6 +1567,7 @@ class Limiter:
         # error cannot refuse the last token
         self.depth_s = (at_once + 0.001) / per_second
         self.table.clear()
+        self.refused_at.clear()
 
     def allow(self, address, now, tokens=1.0):
         """Take tokens from the buckets of an address. Return False if one of them has too few."""
@@ -1584,13 +1586,15 @@ class Limiter:
                     tokens /= SITE_SOURCES
                 return True
             if len(table) >= LIMITER_SOURCES:
-                table.popitem(last=False)
+                forgotten, _ = table.popitem(last=False)
+                self.refused_at.pop(forgotten, None)
             table[address] = full_at
         if full_at == EXEMPT:
             return True
         table.move_to_end(address)
         full_at = (full_at if full_at > now else now) + self.cost_s * tokens
         if full_at - now > self.depth_s:
+            self.refused_at[address] = now
             return False
         table[address] = full_at
         return True
@@ -1601,6 +1605,11 @@ class Limiter:
         full_at = self.table.get(source, 0.0)
         two_tokens_s = 2 * self.cost_s
         return full_at - now > self.depth_s - two_tokens_s
+
+    def has_refused(self, address, since):
+        """Has something of this address been refused since then? If a flood uses the address, its
+        owner's own messages may have been among that."""
+        return any(self.refused_at.get(key, -math.inf) >= since for key in source_keys(address))
 
 
 # ================================================================================================
@@ -2273,7 +2282,7 @@ class Registry:
         if now >= heard_at + 3 * seconds:
             return True
         # If a flood uses the source's address, the limiter drops the source's own packets too
-        return not self.rules.datagram_limiter.is_nearly_empty(source, now)
+        return not self.rules.datagram_limiter.has_refused(source, heard_at)
 
     def forget_entries(self):
         """Drop the cached entries of all servers.
@@ -4672,9 +4681,10 @@ class Iceball(Game, UdpProtocol):
         it listed after it has left."""
         if now >= self.prove_at:
             self.prove_at = now + ICEBALL_PROOF_LIFETIMES * self.timeout
+            limiter = self.rules.datagram_limiter
             for server in self.registry.games[self.game].values():
                 # While a flood uses its address, a server could not prove that, and would leave
-                if not self.rules.datagram_limiter.is_nearly_empty(server.source, now):
+                if not limiter.has_refused(server.source, now - self.timeout):
                     # Its next announcement is answered with a cookie
                     self.registry.forget_fingerprints_of(server)
         listed = len(self.registry.games[self.game])
@@ -5678,7 +5688,7 @@ class SubSpace(PolledGame, UdpProtocol):
         if listed is zone:
             if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
                 # If a flood uses its address, its announcements are lost; its answers have to do
-                is_flooded = self.rules.datagram_limiter.is_nearly_empty(zone.source, now)
+                is_flooded = self.rules.datagram_limiter.has_refused(zone.source, heard_at)
                 zone.last_seen = now if is_flooded else heard_at
             # What an answer has changed is not in the announcement, so that still says nothing new
             for fingerprint in fingerprints:

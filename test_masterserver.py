@@ -774,6 +774,12 @@ class LimitsTest(unittest.TestCase):
                               for _ in range(4)],
                              [(True, False), (True, True), (True, True), (False, True)])
             self.assertFalse(limiter.is_nearly_empty(address, 2.5))
+            self.assertEqual([limiter.has_refused(address, since) for since in (0.0, 0.1)],
+                             [True, False])
+        with mock.patch.object(ms, "LIMITER_SOURCES", 2):
+            for name in "abc":
+                limiter.allow(name, 1.0, 9)
+        self.assertEqual({*limiter.refused_at} - {*limiter.table}, set())
 
     def test_verdicts_sources_and_sites(self):
         rules = ms.Rules(ms.Settings({
@@ -3357,8 +3363,9 @@ class SubSpaceAnnouncements(unittest.TestCase):
     def test_a_flood_in_the_name_of_a_zone(self):
         """5,000 datagrams from its address before each of its announcements: the limits drop those
         as well. But a zone that repeats itself is known by its fingerprint, although its answers
-        change all the time, and stays. One that announces other players each time leaves."""
-        for repeats, minutes in (True, 15), (False, 4):
+        change all the time, and stays. One that announces other players each time stays for as
+        long as it answers polls."""
+        for repeats, minutes in (True, 15), (False, 15):
             world = SubSpaceWorld()
             world.zones[ZONE[0], 25001] = lambda question: (
                 struct.pack("<I", int(world.now)) + question if len(question) == 4 else None)
@@ -3382,8 +3389,11 @@ class SubSpaceAnnouncements(unittest.TestCase):
                 while arrived:
                     udp_socket.on_readable(world.now)
                 world.run(1)
-            self.assertEqual(bool(world.names()), repeats)
+            self.assertEqual(world.names(), ["Loopback Test Zone"])
             self.assertGreater(udp_socket.tally.limited, minutes * 4000)
+            world.zones.clear()
+            world.run(120)
+            self.assertEqual(world.names(), [])
 
 
 class SubSpaceOwners(unittest.TestCase):
@@ -10317,15 +10327,15 @@ class FloodTest(unittest.TestCase):
     def run_for(self, seconds: Iterable[int], is_there: bool, forged: int) -> None:
         for second in seconds:
             now = float(second)
-            self.arrive(now, *[b"forged"] * forged)
             self.registry.expire(now)
             self.room.tick(now)
-            players = second // 30 if self.is_changing else 0
-            if is_there:
-                self.arrive(now, *self.announced(second, players))
             for query, peer in self.poller.tick(now):
                 if is_there:
                     self.poller.datagram(asss(query), peer, now)
+            self.arrive(now, *[b"forged"] * forged)
+            players = second // 30 if self.is_changing else 0
+            if is_there:
+                self.arrive(now, *self.announced(second, players))
 
     def test_a_server_stays_through_a_flood(self) -> None:
         for make, announced, is_changing in (
