@@ -5723,7 +5723,7 @@ class SubSpace(PolledGame, UdpProtocol):
         yield Send(LINK_DISCONNECT, 0.0)
         if len(link.zones) != link.total:
             raise TimeoutError("no list came")
-        return read_zone_list(bytes(link.zones))
+        return read_zone_list(link.zones)
 
     def found(self, entry):
         return {
@@ -5851,11 +5851,10 @@ def counted_zone_entry(zone):
 
 
 def read_zone_list(data):
-    """Return the zones in the list of another master as dicts. Raise Malformed if the data are not
-    a list, or if it ends within a zone."""
+    """Yield the zones in the list of another master as dicts. Raise Malformed if the data are not a
+    list, or if it ends within a zone."""
     if not data.startswith(ZONE_LIST_TYPE):
         raise Malformed("a list begins with 01")
-    zones = []
     start = len(ZONE_LIST_TYPE)
     while start < len(data):
         description_start = start + ZONE_ENTRY.size
@@ -5868,9 +5867,8 @@ def read_zone_list(data):
         zone["address"] = ".".join(map(str, entry.address))
         zone["scores"] = bool(entry.scores)
         zone["description"] = decode_legacy(description, TEXT_CHARACTERS)
-        zones.append(zone)
+        yield zone
         start = description_end + 1
-    return zones
 
 
 # A link is one exchange over the SubSpace core protocol. Its packets begin with one of these types
