@@ -6496,10 +6496,11 @@ class AioFramed:
             head = data[begin:begin + AIO_FRAME_HEAD_BYTES]
             return len(data) >= begin + aio_frame_bytes(head)
 
-        data = yield from received_until(is_complete, aio_frame(AIO_LIST))
+        most_bytes = 48 * LIST_SERVERS  # an IPv6 address as text, its length and the port
+        data = yield from received_until(is_complete, aio_frame(AIO_LIST), most_bytes)
         if not is_complete(data):
             raise Malformed("no list came before the end")
-        payload = aio_payload(data[begin:], LIST_BYTES)
+        payload = aio_payload(data[begin:], most_bytes)
         if payload[:1] != AIO_LIST:
             raise Malformed("type: not a list")
         servers = []

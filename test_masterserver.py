@@ -4282,6 +4282,7 @@ class AioTools(unittest.TestCase):
         framed = [{"address": "190.123.69.69", "port": 27010},
                   {"address": "37.192.51.67", "port": 27010}]
         packed = zlib.compress(AIO_FRAMED_LIST[4:])
+        bomb = zlib.compress(b"\2\0\0" + bytes(97))
         for dialect, data, servers in (
                 ("text", b"%1#12#%%1#abc12#%%12#" + text * 2 + b"%", [court] * 2),  # the twelfth
                 ("text", b"12#No servers currently online :pepe:#There are none#127.0.0.1#27010#%",
@@ -4295,7 +4296,10 @@ class AioTools(unittest.TestCase):
                 ("text", b""), ("text", b"12#" + b"S##203.0.113.9#5#" * 3 + b"%"),
                 ("framed", b""), ("framed", AIO_GREETING), ("framed", hexa("00000000")),
                 ("framed", AIO_FRAMED_LIST[:-1]), ("framed", hexa("03000000 020100")),
-                ("framed", hexa("0a000000 020100 05") + b"1.2.3\1")):
+                ("framed", hexa("0a000000 020100 05") + b"1.2.3\1"),
+                # More than two of the longest entries have
+                ("framed", hexa("64000000 020000") + bytes(97)),
+                ("framed", bytes([len(bomb), 0, 0, 1]) + bomb)):
             with mock.patch.object(ms, "LIST_SERVERS", 2):
                 self.assertRaises(ms.Malformed, self.fetch, dialect, data)
 
