@@ -11822,7 +11822,14 @@ class TcpConnection:
         self.events = events
 
     def on_ready(self, now):
-        self.program.turns.add(self.queue, self.take_turn)
+        """Take a turn at once, or wait for it if others do, or if this round has been long."""
+        turns = self.program.turns
+        if turns.sources or time.monotonic() >= now + TURNS_S:
+            turns.add(self.queue, self.take_turn)
+        elif self.events == selectors.EVENT_READ:
+            self.on_readable(now)
+        else:
+            self.take_turn(now)
 
     def take_turn(self, now):
         """Do one thing: write what waits, or answer one message, or read."""
@@ -11896,7 +11903,7 @@ class TcpConnection:
             self.wait_for(selectors.EVENT_READ)
             if data and session.buffer:
                 self.due = session.receive, b""
-                self.on_ready(now)
+                self.program.turns.add(self.queue, self.take_turn)
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
@@ -11972,7 +11979,8 @@ class TcpConnection:
             return
         self.is_closed = True
         self.due = ()
-        self.program.unread.remove(self)
+        if self.unsent:
+            self.program.unread.remove(self)
         # The selector has to forget the socket while it still has a file descriptor
         self.wait_for(NO_EVENTS)
         self.sock.close()
@@ -12209,7 +12217,9 @@ class TcpListener:
         program.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.due = (session.opened,)
-        connection.on_ready(now)        # the client's request has usually arrived already
+            program.turns.add(connection.queue, connection.take_turn)
+        else:
+            connection.on_ready(now)        # the client's request has usually arrived already
 
     def is_over_limit(self, address, now):
         """Has this source too many open connections, or opens it them too fast? The call counts as
@@ -14326,7 +14336,8 @@ class MasterServer:
             self.next_connection_tick = now + LOOK_S
             for connection in self.connections:
                 self.turns.add(connection.queue, connection.tick)
-        self.take_turns(now)
+        if self.turns.sources:
+            self.take_turns(now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
             if late_s >= 5.0:
