@@ -7778,9 +7778,6 @@ DDNET_SECRET = "[!-~]{1,128}", "1 to 128 ASCII characters without blanks"
 DDNET_LIFETIME_S = 30.0             # servers register every 15 s
 DDNET_ADDRESSES = 4                 # of one server: 0.6 and 0.7, by IPv4 and by IPv6
 DDNET_INFO_BYTES = 32 << 10         # the longest info; 64 players with skins have some 16 kB
-# A record has the info as a text in JSON, where each quote and each backslash takes another byte.
-# The other fields of a record take less than 4 kB
-DDNET_RECORD_BYTES = RECORD_BYTES - 4096
 # Every player downloads all infos with the list. An info usually has 2 kB, and every server may
 # have this many bytes. What the infos have beyond that is limited: for the servers of one source,
 # so that 32 of them can be full of players, and for all together, of which no site gets more than
@@ -7907,7 +7904,8 @@ def read_ddnet_info(raw):
     if len(compact) > DDNET_INFO_BYTES:     # longer than it came: Python writes 1e15 in 18 bytes
         raise Malformed("info: more than %d bytes" % DDNET_INFO_BYTES)
     text = compact.decode()
-    if len(to_json(text)) > DDNET_RECORD_BYTES:
+    # A record has it as a text in JSON; its other fields take less than 4 kB
+    if len(to_json(text)) > RECORD_BYTES - 4096:
         raise Malformed("info: it has too many quotes and backslashes")
     return text
 
