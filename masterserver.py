@@ -1484,9 +1484,6 @@ class Waiting:
     def __init__(self):
         self.sources = collections.OrderedDict()    # the things of each source
 
-    def __bool__(self):
-        return bool(self.sources)
-
     def add(self, source, thing):
         things = self.sources.get(source) or collections.OrderedDict()
         things[thing] = None
@@ -1739,14 +1736,6 @@ class Rules:
     def surplus_is_spent(self, use, address, now):
         """Is the bucket of allow_surplus() so empty that even a few bytes would be refused?"""
         return self.surplus_limiter.is_nearly_empty(use, now) and not self.exempts(address)
-
-    def queue(self, address):
-        """Return the key under which this address waits for its turns: its source or, for IPv6, its
-        site. What an exempt address asks for has turns of its own each time."""
-        if self.exempts(address):
-            return object()
-        *_, source = source_keys(address)
-        return source
 
     def request_tokens(self, tokens):
         """Return the tokens that a client pays for a costly request: at most half a full bucket.
@@ -2379,9 +2368,8 @@ class ServerList(NamedTuple):
 class RenderedList:
     """A list that is rendered rarely and served often.
 
-    It is rendered again after a change, but a list with 10,000 servers at most once in a second or
-    so, and later if other lists are rendered too. So the rendering of all lists together never
-    takes more than a tenth of the time."""
+    It is rendered again after a change, but not before all lists that were rendered have paused, so
+    that rendering takes a tenth of the time. One of 10,000 servers pauses for a second or so."""
 
     def __init__(self, registry, game, render, for_clients=True, ages_s=math.inf):
         """Prepare the list of a game, or of all games if `game` is "".
@@ -3127,8 +3115,6 @@ class Session:
     kept = False
     # A function for the disk thread, or None. Its result is passed to resume()
     job: Optional[Callable[[], Any]] = None
-    # The address for which the job is done
-    job_address = ""
 
     def encrypted(self) -> None:
         """Note that the connection is encrypted by TLS. This comes before all other calls."""
@@ -10191,7 +10177,6 @@ class HttpSession(Session):
             return self.refuse(error, now)
         if isinstance(response, FromDisk):
             self.job, self.respond_later = response
-            self.job_address = self.request.address
             return b""
         return self.respond(response, now)
 
@@ -11804,7 +11789,10 @@ class TcpConnection:
         self.tally = listener.tally
         self.sock = sock
         self.address = address
-        self.queue = self.program.rules.queue(address)
+        # Whose turns it takes: those of its source or IPv6 site or, if that is exempt, its own
+        *_, self.queue = source_keys(address)
+        if self.program.rules.exempts(address):
+            self.queue = self
         self.session = session
         self.wait_for(selectors.EVENT_READ)
 
@@ -11905,8 +11893,7 @@ class TcpConnection:
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
-            queue = self.program.rules.queue(session.job_address)
-            self.program.disk.submit(session.job, self.resume, WORKER_JOBS, queue)
+            self.program.disk.submit(session.job, self.resume, WORKER_JOBS, self.queue)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -12359,7 +12346,7 @@ class WorkerThread:
             self.serve_strangers()
 
     def serve_strangers(self):
-        if self.has_stranger or not self.strangers:
+        if self.has_stranger or not self.strangers.sources:
             return
         job, on_result = self.strangers.next()
 
@@ -14281,7 +14268,7 @@ class MasterServer:
         if self.connections:
             self.handle_events(now)             # read the requests that are here, without waiting
         # A connection without events has an answer that is still being made
-        while now < deadline and (self.turns or any(
+        while now < deadline and (self.turns.sources or any(
                 connection.unsent or connection.events == NO_EVENTS
                 for connection in self.connections)):
             self.handle_events(deadline)
@@ -14324,7 +14311,7 @@ class MasterServer:
         """Run one round of the loop: wait until a socket is ready, a tick is due or the time
         `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
-        wait_s = 0.0 if self.turns else max(0.0, wait_until - time.monotonic())
+        wait_s = 0.0 if self.turns.sources else max(0.0, wait_until - time.monotonic())
         ready_sockets = self.selector.select(wait_s)
         now = time.monotonic()
         for key, _ in ready_sockets:
@@ -14334,8 +14321,7 @@ class MasterServer:
             self.next_connection_tick = now + LOOK_S
             for connection in self.connections:
                 self.turns.add(connection.queue, connection.tick)
-        if self.turns.sources:
-            self.take_turns(now)
+        self.take_turns(now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
             if late_s >= 5.0:
@@ -14348,7 +14334,7 @@ class MasterServer:
 
     def take_turns(self, now):
         """Let connections have their turns for TURNS_S. The others keep their places."""
-        while self.turns:
+        while self.turns.sources:
             self.guarded(self.turns.next(), now)
             if time.monotonic() >= now + TURNS_S:
                 break

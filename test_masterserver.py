@@ -7379,12 +7379,9 @@ class HttpTest(WebCase):
 
     def test_a_disk_that_hangs(self):
         database = self.database()
-        self.trust("127.0.0.1")
         session = self.session()
-        request = http_request("/history.json?game=iceball", "X-Forwarded-For: 203.0.113.5")
-        self.assertEqual(session.receive(request, 1.0), b"")
+        self.assertEqual(session.receive(http_request("/history.json?game=iceball"), 1.0), b"")
         self.assertIsNotNone(session.job)
-        self.assertEqual(session.job_address, "203.0.113.5", "the client's turn, not the proxy's")
         self.assertFalse(database.history.called, "in the event loop")
         self.assertEqual(session.tick(10.9), b"")
         self.assertEqual(split_response(session.tick(11.0))[0], 503)
@@ -10418,7 +10415,7 @@ class ConnectionTest(unittest.TestCase):
         return connection, theirs
 
     def all_turns(self, server: ms.MasterServer, now: float) -> None:
-        while server.turns:
+        while server.turns.sources:
             server.take_turns(now)
 
     def test_all_that_came_is_answered_one_by_one(self) -> None:
