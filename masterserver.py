@@ -120,7 +120,7 @@ LINGER_BYTES = 65536
 OUTPUT_TOTAL_S = 120.0          # a client that takes longer to read one answer is disconnected
 OUTPUT_BYTES = 48 << 20         # may wait for all readers together: two lists of 50,000 servers
 WORKER_JOBS = 64                # of one source, or of a webhook, may wait; others are refused
-# Host names, named by strangers, that may wait. With a slow name server each takes half a minute
+# Host names of strangers that are looked up. With a slow name server each takes half a minute
 LOOKUPS = 64
 # Game servers of one source that may wait for the same look-up. With the longest announcement of
 # any game, those of all strangers take 80 MB
@@ -1355,6 +1355,12 @@ def source_keys(address):
     return ipv6_source_keys(address) if ":" in address else (address,)
 
 
+def site_of(address):
+    """Return the site of an IPv6 address, and an IPv4 address as it is."""
+    *_, site = source_keys(address)
+    return site
+
+
 @functools.lru_cache(maxsize=LIMITER_SOURCES)
 def ipv6_source_keys(address):
     parsed = parse_ipv6(address)
@@ -1394,14 +1400,15 @@ class Shares:
 
 
 class Turns:
-    """A table of limited size in which things of strangers wait, and their sources take turns.
+    """A table in which things of strangers wait, and their sources take turns. So whoever adds many
+    keeps only himself waiting.
 
     A source that has as many things as it may loses its own oldest one to a new one. If the table
     is full, the source with the most things loses its oldest, so that nobody pushes out others by
     adding many. An IPv6 site is one source here, which may have SITE_SOURCES times as much:
     otherwise its 65,536 networks, with one thing each, would push out all others."""
 
-    def __init__(self, size):
+    def __init__(self, size=math.inf):
         self.size = size                # the most things that the table holds
         self.things = {}                # by key
         self.sources = {}               # the source of each thing, by key
@@ -1417,15 +1424,14 @@ class Turns:
 
     def keys_of(self, address):
         """Return the keys of all things of the source of an address, the oldest first."""
-        *_, source = source_keys(address)
-        return self.keys.get(source, ())
+        return self.keys.get(site_of(address), ())
 
-    def add(self, address, key, thing, limit):
+    def add(self, address, key, thing, limit=math.inf):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
         if key in self.things:
             self.pop(key)
-        *_, source = source_keys(address)
+        source = site_of(address)
         if ":" in source:
             limit *= SITE_SOURCES
         crowded = None
@@ -1476,26 +1482,12 @@ class Turns:
         """Note that the source of a thing has had its turn: the other sources come before it."""
         self.keys.move_to_end(self.sources[key])
 
-
-class Waiting:
-    """What is to be done, each thing once. The sources take turns, with one thing at a time, so
-    whoever asks for much keeps only himself waiting. A thing that waits already keeps its place."""
-
-    def __init__(self):
-        self.sources = collections.OrderedDict()    # the things of each source
-
-    def add(self, source, thing):
-        things = self.sources.get(source) or collections.OrderedDict()
-        things[thing] = None
-        self.sources[source] = things
-
     def next(self):
         """Remove and return the thing whose turn it is."""
-        source, things = self.sources.popitem(last=False)
-        thing, _ = things.popitem(last=False)
-        if things:
-            self.sources[source] = things
-        return thing
+        keys = next(iter(self.keys.values()))
+        oldest = next(iter(keys))
+        self.served(oldest)
+        return self.pop(oldest)
 
 
 class Cookie:
@@ -1741,7 +1733,7 @@ class Rules:
         """Return the tokens that a client pays for a costly request: at most half a full bucket.
 
         Without that limit a small bucket would never have enough for it."""
-        return min(tokens, self.requests_at_once / 2)
+        return min(tokens, max(1.0, self.requests_at_once / 2))
 
     def ban_reason(self, *addresses):
         """Return the reason why one of these addresses is banned, or "" if none of them is."""
@@ -2192,12 +2184,9 @@ class Registry:
             self.by_fingerprint.pop(fingerprint, None)
         server.fingerprints = ()
 
-    def forget_fingerprints(self, room=""):
-        """Forget all fingerprints, or those of a room's servers, so that the next packet of each
-        server is parsed."""
+    def forget_fingerprints(self):
         for server in list(self.by_fingerprint.values()):
-            if not room or server.room == room:
-                self.forget_fingerprints_of(server)
+            self.forget_fingerprints_of(server)
 
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
@@ -3362,19 +3351,7 @@ LIST_BYTES = 24 << 20
 LIST_S = 30.0
 
 
-def received_bytes(size, wait_s):
-    """Wait for so many bytes, as a part of a conversation by TCP. Return all that have come."""
-    received = b""
-    data = yield Send(wait_s=wait_s)
-    while data:
-        received += data
-        if len(received) >= size:
-            return received
-        data = yield Send()
-    raise Malformed("%d bytes came instead of %d" % (len(received), size))
-
-
-def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
+def received_until(is_complete, question=b"", most_bytes=LIST_BYTES, wait_s=LIST_S):
     """Send a question, as a part of a conversation by TCP. Return all bytes that come until
     is_complete(bytes) is true, or until the other side closes the connection.
 
@@ -3394,10 +3371,7 @@ def received_until(is_complete, question, most_bytes=LIST_BYTES, wait_s=LIST_S):
 
 
 def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
-    """Send a question, as a part of a conversation by TCP. Return all bytes that come before the
-    other side closes the connection."""
-    received = yield from received_until(lambda data: False, question, most_bytes, wait_s)
-    return received
+    return received_until(lambda data: False, question, most_bytes, wait_s)
 
 
 # A value in a list in JSON may have this length. The longest entries are DDNet's, with 32 kB
@@ -3834,8 +3808,6 @@ MISSED_POLLS_LIMIT = 3
 # Announcements may restart this many polls in a row, because a server that has just started may
 # announce itself several times
 RESTARTED_POLLS_LIMIT = 5
-# After this many wrong answers that repeat its number, a query is not open any more
-WRONG_ANSWERS_LIMIT = 8
 # At the default rate, this many newcomers are all queried within 4 s, or within 40 s if listed
 # servers take nine tenths of the rate. With the longest announcement of any game, they take 160 MB
 MAX_NEWCOMERS = 2000
@@ -3851,8 +3823,8 @@ RESOLVE_RETRY_S = 60.0
 
 
 class WrongAnswer(Malformed):
-    """Raised for a wrong answer that repeats the number of the open query. Others may be forged, so
-    they must not close the query."""
+    """Raised for a wrong answer that repeats the number of the open query, and closes it. Any other
+    may be forged."""
 
 
 class FoundServer(NamedTuple):
@@ -3882,7 +3854,6 @@ class Target:
     due           the time of the next query or, while a query is open, of giving it up
     asked_at      when the open query was sent; None if no query is open
     nonce         a number that the open query carries and its answer has to repeat
-    wrong_answers   how often the open query got a WrongAnswer
     unanswered    the queries in the current poll that got no answer
     missed        the polls in a row that got no answer
     restarts      the polls that announcements have restarted since the last answer
@@ -3896,7 +3867,7 @@ class Target:
     found: Optional[FoundServer] = None
     due = 0.0
     asked_at: Optional[float] = None
-    nonce = wrong_answers = unanswered = missed = restarts = ping_ms = 0
+    nonce = unanswered = missed = restarts = ping_ms = 0
     trouble = ""
     step: Any = None
     server: Optional[Server] = None
@@ -4008,12 +3979,11 @@ class Poller(UdpProtocol):
             if target is None or target.asked_at is None:
                 continue
             try:
-                fields = room.checked_answer(target, data)
+                room.check_length(data)
+                fields = room.read_answer(target, data)
             except (Malformed, Refused) as error:
                 target.trouble = trouble = str(error)
                 if isinstance(error, WrongAnswer):
-                    target.wrong_answers += 1
-                if target.wrong_answers >= WRONG_ANSWERS_LIMIT:
                     target.asked_at = None      # the query counts as unanswered
                     target.unanswered += 1
                 continue
@@ -4105,7 +4075,6 @@ class Poller(UdpProtocol):
         room = target.room
         target.nonce = room.nonce()
         target.asked_at = now
-        target.wrong_answers = 0
         target.due = now + room.timeout_s
         endpoint = target.address, target.port + room.offset
         return room.question(target), endpoint
@@ -4167,18 +4136,17 @@ class PolledGame(Game):
         """Return the bytes of the next query to this target, with `target.nonce` in them."""
         raise NotImplementedError
 
-    def checked_answer(self, target, data):
-        """Return what read_answer() does. Raise Malformed if the data are too long to be read."""
+    def check_length(self, data):
+        """Raise Malformed if the data are too long for an answer. Nothing is read of such data."""
         if len(data) > self.answer_bytes:
             raise Malformed("length: more than %d bytes" % self.answer_bytes)
-        return self.read_answer(target, data)
 
     def read_answer(self, target: Target, data: bytes) -> Optional[Dict[str, Any]]:
         """Return the attributes of Server in an answer to the target's open query.
 
         Return None if another question follows. Raise Malformed if the data are not an answer to
-        this query, WrongAnswer if they are a wrong one, and Refused if the server may not be
-        listed; the query then stays open."""
+        this query, and Refused if the server may not be listed; the query then stays open. A
+        WrongAnswer closes it."""
         raise NotImplementedError
 
     def answers_so_far(self, target: Target) -> Optional[Dict[str, Any]]:
@@ -4555,9 +4523,8 @@ def read_iceball_version(text):
 def iceball_version_text(number):
     """Return a version number as text: 8421413 is "0.2.1-37".
 
-    This is the reverse of read_iceball_version(). From the highest bit on, the number has 5 bits
-    for the major version, 5 for the minor one, 7 for the patch, 5 for a letter and 10 for the
-    build. The cache makes all servers of a version share one string."""
+    This is the reverse of read_iceball_version(). The cache makes all servers of a version share
+    one string."""
     major = number >> 27
     minor = number >> 22 & 31
     patch = number >> 15 & 127
@@ -5246,7 +5213,8 @@ class Hyperbol(PolledGame, TcpProtocol):
         return head.encode() + b"".join(entries) + b"</serverlist>\n"
 
     def fetch(self):
-        received = yield from received_bytes(HYPERBOL_GREETING.size, HyperbolSession.idle_s)
+        received = yield from received_until(
+            lambda data: len(data) >= HYPERBOL_GREETING.size, wait_s=HyperbolSession.idle_s)
         greeting = HYPERBOL_GREETING.read(received)
         # The document: "always just send a 255 first byte to guarantee that you get all servers"
         request = HYPERBOL_REQUEST.write(key=greeting.key, filter=255)
@@ -7224,8 +7192,7 @@ class Quake3(PolledGame, UdpProtocol):
 
     def accept_info(self, data, peer, now):
         """List or refresh the server that answers a getinfo of answer_heartbeat()."""
-        if len(data) > self.answer_bytes:
-            raise Malformed("length: more than %d bytes" % self.answer_bytes)
+        self.check_length(data)
         challenge, values = read_quake3_info(data)
         try:
             mac = base64.urlsafe_b64decode(challenge)
@@ -7634,11 +7601,7 @@ class Luanti(PolledGame):
         done = functools.partial(self.on_address, source, port, announcement)
         # Of several addresses, the one at which the server is listed is preferred
         listed_address = self.rules.listed_address(source)
-        self.program.resolve(
-            host,
-            done,
-            source,
-            like=listed_address)
+        self.program.resolve(host, done, source, like=listed_address)
         self.being_looked_up[source, port] = announcement
         self.registry.record_outcome(source, self.game, port, "announced", now)
 
@@ -8231,14 +8194,15 @@ class Ddnet(Game):
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
-        if now >= self.prove_at:
+        tokens_may_be_old = now >= self.prove_at
+        if tokens_may_be_old:
             self.prove_at = now + self.cookie.window_s - now % self.cookie.window_s
-            # The tokens in the registrations that are repeated may become too old now
-            self.registry.forget_fingerprints(self.game)
         self.large_bytes = Shares()
         for server in list(self.registry.games[self.game].values()):
             if server.master:
                 continue
+            if tokens_may_be_old:
+                self.registry.forget_fingerprints_of(server)
             large_bytes = ddnet_large_bytes(self.registration(server)["info"])
             if large_bytes:
                 self.large_bytes.take(server.source, large_bytes)
@@ -10472,8 +10436,7 @@ class Web(TcpProtocol):
         A server that the route refuses is recorded for the page /check. Raise HttpError if the path
         or the method does not exist, if a limit is exceeded, or if the route refuses the request.
         """
-        tokens = self.rules.request_tokens(request.body_bytes / TOKEN_BYTES)
-        self.charge(request, max(1, tokens))
+        self.charge(request, max(1.0, request.body_bytes / TOKEN_BYTES))
         route = self.routes.get(request.route)
         if route is None:
             raise HttpError(404, "There is no page %s here." % request.page[:100])
@@ -10496,12 +10459,14 @@ class Web(TcpProtocol):
         raise HttpError(status, str(refused))
 
     def charge(self, request, tokens):
-        """Take tokens for this request from the client's bucket in the request limiter.
+        """Take tokens for this request from the client's bucket in the request limiter, as many as
+        request_tokens() says.
 
         Raise HttpError if the bucket has too few, or if the client is blocked. (A blocked client
         gets this far only through a proxy: its own connections are not accepted.)"""
         address = request.address
         limiter = self.rules.request_limiter
+        tokens = self.rules.request_tokens(tokens)
         route = self.routes.get(request.route)
         if route and route.room and route.methods == POST:
             # The game servers of one machine may register in the same second, as others announce
@@ -10531,9 +10496,7 @@ class Web(TcpProtocol):
                 self.lists[key] = RenderedList(
                     registry, game, render, for_clients=False, ages_s=CACHE_S)
             return self.whole_list_response(key, self.lists[key].get(request.now), media_type)
-        # The charge has an upper limit, as a page that shows a search repeats it every 5 s
-        tokens = registry.total / SEARCH_SERVERS
-        self.charge(request, self.rules.request_tokens(tokens))
+        self.charge(request, registry.total / SEARCH_SERVERS)
         servers = [server for server in registry.servers(game) if list_filter.matches(server)]
         return HttpResponse(render(servers, request.now), media_type, is_public=True)
 
@@ -10803,7 +10766,7 @@ def with_wall_times(server, epoch):
 def charge_history(web, request, span):
     """Charge the client of a request for the points of this span, a key of SPANS."""
     step, length = SPANS[span]
-    web.charge(request, web.rules.request_tokens(length / step / HISTORY_POINTS))
+    web.charge(request, length / step / HISTORY_POINTS)
 
 
 def get_server(web, request):
@@ -10917,12 +10880,11 @@ FORM_TYPE = "application/x-www-form-urlencoded"
 
 
 # What an announcement may say: the texts with their greatest lengths, and the numbers with their
-# lowest values
+# lowest and their highest values
 ANNOUNCED_TEXTS = {
     "game": NAME_CHARACTERS, "action": NAME_CHARACTERS, "name": NAME_CHARACTERS,
     "mode": NAME_CHARACTERS, "map": NAME_CHARACTERS, "version": NAME_CHARACTERS,
     "description": TEXT_CHARACTERS}
-# The lowest and the highest value of each
 ANNOUNCED_NUMBERS = {
     "port": (1, MAX_PORT), "players": (0, PLAYERS_MAX), "max_players": (0, PLAYERS_MAX)}
 ANNOUNCED_FIELDS = {**ANNOUNCED_TEXTS, **ANNOUNCED_NUMBERS}
@@ -11175,7 +11137,7 @@ def get_check(web, request):
     own, and perhaps of one port."""
     address, port = query_endpoint(request, request.address)
     registry = web.registry
-    web.charge(request, web.rules.request_tokens(registry.total / CHECK_SERVERS))
+    web.charge(request, registry.total / CHECK_SERVERS)
     listed = []
     for table in registry.games.values():
         for server in table.values():
@@ -11789,10 +11751,10 @@ class TcpConnection:
         self.tally = listener.tally
         self.sock = sock
         self.address = address
-        # Whose turns it takes: those of its source or IPv6 site or, if that is exempt, its own
-        *_, self.queue = source_keys(address)
+        # The address whose turns it takes. A connection that is exempt takes its own turns
+        self.turn_address = address
         if self.program.rules.exempts(address):
-            self.queue = self
+            self.turn_address = "connection %d" % id(self)
         self.session = session
         self.wait_for(selectors.EVENT_READ)
 
@@ -11809,13 +11771,15 @@ class TcpConnection:
 
     def on_ready(self, now):
         """Take a turn at once, or wait for it if others do, or if this round has been long."""
-        turns = self.program.turns
-        if turns.sources or time.monotonic() >= now + TURNS_S:
-            turns.add(self.queue, self.take_turn)
-        elif self.events == selectors.EVENT_READ:
-            self.on_readable(now)
+        if self.program.turns or time.monotonic() >= now + TURNS_S:
+            self.wait_for_turn(self.take_turn)
         else:
             self.take_turn(now)
+
+    def wait_for_turn(self, method):
+        """Have this method called with the time. If it waits already, it keeps its place."""
+        if self.program.turns.get(method) is None:
+            self.program.turns.add(self.turn_address, method, method)
 
     def take_turn(self, now):
         """Do one thing: write what waits, or answer one message, or read."""
@@ -11889,11 +11853,11 @@ class TcpConnection:
             self.wait_for(selectors.EVENT_READ)
             if data and session.buffer:
                 self.due = session.receive, b""
-                self.program.turns.add(self.queue, self.take_turn)
+                self.wait_for_turn(self.take_turn)
         elif self.events != NO_EVENTS:
             # The session has just asked for a job. Nothing is read or written until it has finished
             self.wait_for(NO_EVENTS)
-            self.program.disk.submit(session.job, self.resume, WORKER_JOBS, self.queue)
+            self.program.disk.submit(session.job, self.resume, WORKER_JOBS, self.turn_address)
 
     def write(self, data, now):
         """Write `data`, and the session's `body` after it. Return True if all of it was written.
@@ -12112,8 +12076,9 @@ class UnreadOutput:
             return
         left = collections.Counter()
         for waiting in self.answers:
-            left[waiting.queue] += len(waiting.unsent) + len(waiting.session.body)
-        for waiting in sorted(self.answers, key=lambda waiting: -left[waiting.queue]):
+            left[site_of(waiting.turn_address)] += len(waiting.unsent) + len(waiting.session.body)
+        for waiting in sorted(
+                self.answers, key=lambda waiting: -left[site_of(waiting.turn_address)]):
             if self.total_bytes > OUTPUT_BYTES:
                 waiting.tally.limited += 1
                 waiting.close(now)
@@ -12202,7 +12167,7 @@ class TcpListener:
         program.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.due = (session.opened,)
-            program.turns.add(connection.queue, connection.take_turn)
+            connection.wait_for_turn(connection.take_turn)
         else:
             connection.on_ready(now)        # the client's request has usually arrived already
 
@@ -12256,11 +12221,10 @@ def load_certificate(settings):
         if not certificate_path:
             raise SettingsError("[http] https_ports needs a certificate; name its file in [http] "
                                 "certificate")
-        certificate = read_file(certificate_path, max_bytes)
-        expires = certificate_expiry(certificate)
-    has_key_file = settings.file("http.key") not in ("", certificate_path)
-    with setting_file(settings, "http.key" if has_key_file else "http.certificate") as key_path:
-        key = read_file(key_path, max_bytes) if has_key_file else certificate
+        expires = certificate_expiry(read_file(certificate_path, max_bytes))
+    key_setting = "http.key" if settings.file("http.key") else "http.certificate"
+    with setting_file(settings, key_setting) as key_path:
+        key = read_file(key_path, max_bytes)
         match = re.search(b"-----BEGIN ([A-Z ]*)PRIVATE KEY-----", key)
         if not match:
             raise ValueError("there is no private key in it")
@@ -12324,29 +12288,29 @@ class WorkerThread:
         self.post = post
         self.jobs = queue.SimpleQueue()
         self.thread: Optional[threading.Thread] = None
-        self.strangers = Waiting()      # jobs of strangers, as (job, on_result)
+        self.strangers = Turns()        # jobs of strangers, as (job, on_result)
         self.has_stranger = False       # True while one of these jobs is in the thread
 
-    def submit(self, job, on_result, max_waiting=math.inf, source=None):
+    def submit(self, job, on_result, max_waiting=math.inf, source=""):
         """Call `job()` in this thread, and then `on_result(result, now)` in the event loop.
 
         `result` is what the job returned, or the exception that it raised. If `max_waiting` jobs
         are waiting already, the job is not done, and the result is a RuntimeError. A stranger's job
-        has a `source`; of these, one at a time is in the thread, and the sources take turns. So the
-        program's own jobs do not wait for the others. Then `max_waiting` holds for the source."""
-        waiting = self.jobs.qsize()
-        if source is not None:
-            waiting = len(self.strangers.sources.get(source, ()))
+        has a `source`, his address; of these, one at a time is in the thread, and the sources take
+        turns. So the program's own jobs wait for one of the others at most. Then `max_waiting`
+        holds for the source."""
+        waiting = len(self.strangers.keys_of(source)) if source else self.jobs.qsize()
         if waiting >= max_waiting:
             self.post(on_result, RuntimeError("too many others are waiting"))
-        elif source is None:
-            self.put(job, on_result)
-        else:
-            self.strangers.add(source, (job, on_result))
+        elif source:
+            call = job, on_result
+            self.strangers.add(source, call, call)
             self.serve_strangers()
+        else:
+            self.put(job, on_result)
 
     def serve_strangers(self):
-        if self.has_stranger or not self.strangers.sources:
+        if self.has_stranger or not self.strangers:
             return
         job, on_result = self.strangers.next()
 
@@ -12485,19 +12449,14 @@ def end_log():
 class HostNames:
     """Looks host names up in a thread, one after another, because each can take half a minute.
 
-    Names from the ini come first, so a stranger can delay them by one look-up at most. Each source
-    may have only a few look-ups at a time, so none can keep out the others. Game servers on one
-    machine that have the same name and start together share one look-up. Everything but the
-    look-up itself happens in the event loop."""
+    A stranger can delay the names in the ini by one look-up at most. Each source may have only a
+    few look-ups at a time, and the sources take turns, so none can keep out the others. Game
+    servers on one machine that have the same name and start together share one look-up."""
 
     def __init__(self, post):
         self.worker = WorkerThread("names", post)
         # The callers that wait for each look-up, by (source, host, like)
         self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
-        # The keys of look-ups that have not begun: of names in the ini, and of strangers' names
-        self.ini_lookups = collections.deque()
-        self.stranger_lookups = collections.deque()
-        self.is_busy = False                            # True while the thread looks a name up
         self.shares = Shares()                          # strangers' look-ups that have not ended
 
     def resolve(self, host, done, source, like=""):
@@ -12508,47 +12467,32 @@ class HostNames:
         the same family. Raise Refused if this source, or all strangers together, have too many
         look-ups."""
         key = source, host, like
-        waiters = self.waiters.get(key)
-        if source and waiters is None:
+        waiters = self.waiters.get(key, [])
+        if source and len(waiters) >= LOOKUP_WAITERS:
+            raise Refused("busy", "%d servers of this source wait for the host name already; try "
+                                  "again in a minute" % LOOKUP_WAITERS)
+        if source and not waiters:
             # Of each source two, of an IPv6 /48 four, as anybody can have one
             if self.shares.full(source, 2, site_sources=2):
                 raise Refused("busy", "too many host names that this source has named are being "
                                       "looked up; try again in a minute")
-            if len(self.stranger_lookups) >= LOOKUPS:
+            if self.shares.total >= LOOKUPS:
                 raise Refused("busy", "too many host names are being looked up; try again in a "
                                       "minute")
             self.shares.take(source)
-        if waiters is None:
-            waiters = self.waiters[key] = []
-            lookups = self.stranger_lookups if source else self.ini_lookups
-            lookups.append(key)
-        if source and len(waiters) >= LOOKUP_WAITERS:
-            raise Refused("busy", "%d servers of this source wait for the host name already; try "
-                                  "again in a minute" % LOOKUP_WAITERS)
         waiters.append(done)
-        self.start_next()
-
-    def start_next(self):
-        """Give the next look-up to the thread, unless it is still busy with another."""
-        lookups = self.ini_lookups or self.stranger_lookups
-        if lookups and not self.is_busy:
-            self.is_busy = True
-            key = lookups.popleft()
-            _, host, like = key
+        if key not in self.waiters:
+            self.waiters[key] = waiters
             self.worker.submit(functools.partial(resolve_host, host, like),
-                               functools.partial(self.on_result, key))
+                               functools.partial(self.on_result, key), source=source)
 
     def on_result(self, key, result, now):
-        """Start the next look-up, and pass the result of this one, an address or an exception, to
-        its waiters."""
-        self.is_busy = False
+        """Pass the result of a look-up, an address or an exception, to its waiters."""
         source, _, _ = key
         if source:
             self.shares.take(source, -1)
-        waiters = self.waiters.pop(key)
-        self.start_next()
         address = result if isinstance(result, str) else ""
-        for done in waiters:
+        for done in self.waiters.pop(key):
             done(address, now)
 
 
@@ -14170,7 +14114,7 @@ class MasterServer:
         self.tick_sockets = {}
         self.connections = collections.OrderedDict()        # the one idle for longest comes first
         self.connections_by_source = Shares()
-        self.turns = Waiting()          # the methods of connections that are to be called
+        self.turns = Turns()            # the methods of connections that are to be called
         self.unread = UnreadOutput()
         # This is not a threading.Event, because stop() may be called in a signal handler, which
         # could interrupt a thread that holds the Event's lock
@@ -14268,7 +14212,7 @@ class MasterServer:
         if self.connections:
             self.handle_events(now)             # read the requests that are here, without waiting
         # A connection without events has an answer that is still being made
-        while now < deadline and (self.turns.sources or any(
+        while now < deadline and (self.turns or any(
                 connection.unsent or connection.events == NO_EVENTS
                 for connection in self.connections)):
             self.handle_events(deadline)
@@ -14311,7 +14255,7 @@ class MasterServer:
         """Run one round of the loop: wait until a socket is ready, a tick is due or the time
         `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
-        wait_s = 0.0 if self.turns.sources else max(0.0, wait_until - time.monotonic())
+        wait_s = 0.0 if self.turns else max(0.0, wait_until - time.monotonic())
         ready_sockets = self.selector.select(wait_s)
         now = time.monotonic()
         for key, _ in ready_sockets:
@@ -14320,7 +14264,7 @@ class MasterServer:
         if now >= self.next_connection_tick:
             self.next_connection_tick = now + LOOK_S
             for connection in self.connections:
-                self.turns.add(connection.queue, connection.tick)
+                connection.wait_for_turn(connection.tick)
         self.take_turns(now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
@@ -14334,7 +14278,7 @@ class MasterServer:
 
     def take_turns(self, now):
         """Let connections have their turns for TURNS_S. The others keep their places."""
-        while self.turns.sources:
+        while self.turns:
             self.guarded(self.turns.next(), now)
             if time.monotonic() >= now + TURNS_S:
                 break
@@ -15004,7 +14948,8 @@ def ask(sock, room, target, tries):
         try:
             sock.send(room.question(target))
             data = sock.recv(MAX_DATAGRAM_BYTES)
-            fields = room.checked_answer(target, data)
+            room.check_length(data)
+            fields = room.read_answer(target, data)
         except (Malformed, Refused) as error:
             trouble = "; what came is not an answer: %s" % error
         except socket.timeout:
