@@ -132,10 +132,9 @@ DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and 
 # thousand at once
 RECORD_BYTES = 64_000
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
-# Of a text, so many times the characters that are kept are read: it may have colours or accents.
-# In UTF-8 a character has up to four bytes
-CLEANED_TIMES = 4
-DECODED_TIMES = 4 * CLEANED_TIMES
+# For each character of a text that is kept, so many are read: it may have colours and accents
+RAW_CHARACTERS = 4
+RAW_BYTES = 4 * RAW_CHARACTERS      # in UTF-8
 TEXT_CHARACTERS = 512           # of a description; the longest one in a document has 386 bytes
 PLAYERS_MAX = 65535             # in the list with the widest field, a u16
 
@@ -982,7 +981,7 @@ EXCESS_ACCENTS = re.compile("(?<=%s{3})%s+" % (ACCENT, ACCENT))
 def clean(text, max_characters=NAME_CHARACTERS):
     """Return a text without anything that could harm a list: escape sequences, control characters,
     invisible characters and piled-up accents. Any run of blanks becomes one space."""
-    text = text[:CLEANED_TIMES * max_characters]
+    text = text[:RAW_CHARACTERS * max_characters]
     if not (text.isascii() and text.isprintable()):
         text = ESCAPE_SEQUENCE.sub("", text)
         text = BLANKS.sub(" ", text)
@@ -993,13 +992,13 @@ def clean(text, max_characters=NAME_CHARACTERS):
 
 def decode_utf8(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode UTF-8 and clean the text. An incomplete character at the end is dropped."""
-    text, _ = codecs.utf_8_decode(raw[:DECODED_TIMES * max_characters], "replace")
+    text, _ = codecs.utf_8_decode(raw[:RAW_BYTES * max_characters], "replace")
     return clean(text, max_characters)
 
 
 def decode_legacy(raw: bytes, max_characters: int = NAME_CHARACTERS) -> str:
     """Decode and clean a text in UTF-8 or, if the bytes are not that, in Windows-1252."""
-    raw = raw[:DECODED_TIMES * max_characters]
+    raw = raw[:RAW_BYTES * max_characters]
     try:
         text, decoded_bytes = codecs.utf_8_decode(raw)      # stops before an incomplete character
     except UnicodeDecodeError:
@@ -1745,8 +1744,9 @@ class Rules:
                 return reason or "banned, no reason given"
         return ""
 
-    def check_source_limit(self, shares, source):
-        """Raise Refused if this source has as many servers in these Shares as it may have."""
+    def check_source_limit(self, shares, source, port):
+        """Raise Refused for a server at this source and port if the source has as many servers in
+        these Shares as it may have."""
         full = shares.full(source, self.max_servers_per_source)
         if not full or self.exempts(source):
             return
@@ -1755,7 +1755,7 @@ class Rules:
         if prefix_bits == "48":
             limit *= SITE_SOURCES
         raise Refused("limit", "at most %d servers of one %s are listed" % (
-            limit, "/%s network" % prefix_bits if is_network else "address"))
+            limit, "/%s network" % prefix_bits if is_network else "address"), port)
 
     def country_by_hand(self, address, port):
         countries = self.countries_by_hand
@@ -2037,18 +2037,18 @@ class Registry:
         the ini names. `found_at` is as in Server."""
         game, address, port = key
         if not 0 < port <= MAX_PORT:
-            raise Refused("bad packet", "port %d cannot be listed" % port)
+            raise Refused("bad packet", "port %d cannot be listed" % port, port)
         if not self.can_be_listed(source, address):
-            raise Refused("bad packet", "%s cannot be the address of a server" % address)
+            raise Refused("bad packet", "%s cannot be the address of a server" % address, port)
         self.check_rules(source, address, port, name)
         if pinned:
             return
         max_servers = self.rules.max_servers
         # A server that another master has listed takes no further room if it is listed here too
         if self.total >= max_servers and self.get(game, address, port) is None:
-            raise Refused("limit", "this master lists at most %d servers" % max_servers)
+            raise Refused("limit", "this master lists at most %d servers" % max_servers, port)
         shares = self.found if found_at else self.own
-        self.rules.check_source_limit(shares, source)
+        self.rules.check_source_limit(shares, source, port)
 
     @staticmethod
     def can_be_listed(source, address):
@@ -2068,10 +2068,11 @@ class Registry:
         rules = self.rules
         ban_reason = rules.ban_reason(source, address)
         if ban_reason:
-            raise Refused("banned", ban_reason)
+            raise Refused("banned", ban_reason, port)
         for pattern in rules.refuse_names:
             if name and pattern.search(name) and name != endpoint_text(address, port):
-                raise Refused("name", "names matching %s are not listed here" % pattern.pattern)
+                reason = "names matching %s are not listed here" % pattern.pattern
+                raise Refused("name", reason, port)
 
     def insert(self, server):
         """Add a server to the list. The caller has checked that it may be listed."""
@@ -2845,8 +2846,7 @@ class Database:
         db.executemany("DELETE FROM server WHERE id = ?", [(gone,) for gone, _ in excess])
         # Blocks from before this time cannot belong to the forgotten rows, and most of those rows
         # are recent. A server that save() forgets may have been silent for some hours before
-        first_seen = min((first_seen for _, first_seen in excess), default=minute)
-        first_seen = min(first_seen, minute - 4 * HOUR)
+        first_seen = min([first_seen for _, first_seen in excess] + [minute - 4 * HOUR])
         for form in BLOCK_FORMS.values():
             db.execute("DELETE FROM block WHERE step = ? AND start >= ?"
                        " AND server NOT IN (SELECT id FROM server)",
@@ -3607,11 +3607,7 @@ class Game:
         Server. Raise Refused if the rules or a limit forbid it."""
         key = self.game, self.rules.listed_address(source, address), port
         fields["room"] = self.game
-        try:
-            server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
-        except Refused as refused:
-            refused.port = port
-            raise
+        server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
         self.registry.record_outcome(source, self.game, port, "listed", now)
         return server
 
@@ -4642,10 +4638,8 @@ class Iceball(Game, UdpProtocol):
                     self.registry.forget_fingerprints_of(server)
         listed = len(self.registry.games[self.game])
         if len(self.senders) > 2 * listed + ICEBALL_SENDERS_LEFT:
-            senders, self.senders = self.senders, {}
-            for sender, server in senders.items():
-                if self.is_sender(sender, server):
-                    self.senders[sender] = server
+            self.senders = {sender: server for sender, server in self.senders.items()
+                            if self.is_sender(sender, server)}
         self.draft.tick(now)
         return []
 
@@ -5445,13 +5439,9 @@ class SubSpace(PolledGame, UdpProtocol):
         fingerprint = hash((data, peer))
         if zone is not None and self.keep_listed(zone, announcement, now, fingerprint):
             return []
-        try:
-            if zone is None:
-                self.registry.check_admission(key, source, announcement["name"])
-            self.check_ownership(zone, announcement, now)
-        except Refused as refused:
-            refused.port = port
-            raise
+        if zone is None:
+            self.registry.check_admission(key, source, announcement["name"])
+        self.check_ownership(zone, announcement, now)
         ping_port = port + 1
         if zone is None:
             reason = "no answer yet to a ping on UDP port %d" % ping_port
@@ -5540,13 +5530,15 @@ class SubSpace(PolledGame, UdpProtocol):
         owner = zone_owner(zone)
         if owner and owner != announcer and not self.is_owner_silent(zone, now):
             if owner["port"] == ZONE_HTTP_PORT:
-                raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)")
+                raise Refused("owner", "it was announced by HTTP; sign it off there (action=stop)",
+                              zone.port)
             if owner["password"] != announcer["password"]:
                 raise Refused("password", "wrong password for this zone; a new password is "
-                              "accepted once the zone has been silent for %d s" % ZONE_LIFETIME_S)
+                              "accepted once the zone has been silent for %d s" % ZONE_LIFETIME_S,
+                              zone.port)
             raise Refused("owner", "another UDP port of this address announces this zone; this "
                           "announcement is accepted once that port has been silent for %d s"
-                          % ZONE_LIFETIME_S)
+                          % ZONE_LIFETIME_S, zone.port)
 
     def check_name(self, address, port, announcement):
         """Raise Refused if the announced name belongs to another zone.
@@ -6664,8 +6656,6 @@ class Aio(PolledGame, TcpProtocol):
     dialects = "text", "framed"
     answer_lifetime_s = None            # the connection decides when a server leaves
     answer_numbers = Form("<I I H", "players max_players version")
-    # Descriptions have no limit, but only their first TEXT_CHARACTERS are shown
-    unpacked_bytes = 16384
 
     def __init__(self, program=None):
         self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
@@ -6723,7 +6713,8 @@ class Aio(PolledGame, TcpProtocol):
         return b"\0"
 
     def read_answer(self, target, data):
-        payload = inflate(data, self.unpacked_bytes)
+        # Descriptions have no limit, but only their first TEXT_CHARACTERS are shown
+        payload = inflate(data, 16384)
         if payload[:1] != b"\0":
             raise Malformed("type: not an answer")
         name, following = split_string16(payload[1:])
@@ -7178,11 +7169,7 @@ class Quake3(PolledGame, UdpProtocol):
             # The heartbeat may have been a farewell, so a single missed poll removes the server
             target.missed = MISSED_POLLS_LIMIT - 1
         else:
-            try:
-                self.check_newcomer(source, port, None, target)
-            except Refused as refused:
-                refused.port = port
-                raise
+            self.check_newcomer(source, port, None, target)
             self.registry.record_unproven(source, self.game, port, "announced", now)
             # The challenge covers the gamename of the tag, so no state is kept for it
             gamename = self.gamenames_by_tag[tag]
@@ -8145,7 +8132,7 @@ class Ddnet(Game):
                               "started again waits %d s" % (first_address, DDNET_LIFETIME_S))
         if server is not None and not is_there:
             self.registry.check_rules(source, address, port, fields["name"])
-            self.rules.check_source_limit(self.registry.own, source)
+            self.rules.check_source_limit(self.registry.own, source, port)
             self.registry.remove_own(server)
         listed = self.registry.list_or_refresh(key, source, now, DDNET_LIFETIME_S, {
             **fields,
