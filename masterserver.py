@@ -1798,7 +1798,8 @@ class Server:
     country      where it is, two letters in lower case; "" if that is not known
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     private      what only its room knows of it, by name; see Private (section 7)
-    fingerprints of the packets that say nothing new about it; see Registry.by_fingerprint
+    fingerprint  of the packets that say nothing new about it; see Registry.by_fingerprint. None if
+                 the next one has to be parsed
     repeat_answer   the answer to such a datagram; b"" if it gets none
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
@@ -1811,7 +1812,7 @@ class Server:
         "game", "address", "port", "room", "name", "mode", "map", "version", "players",
         "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "private", "source", "source_port",
-        "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprints",
+        "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprint",
         "repeat_answer",
         "master", "found_at")
 
@@ -1850,7 +1851,7 @@ class Server:
         self.confirmed = True
         self.pinned = False
         self.master = ""
-        self.fingerprints = ()
+        self.fingerprint = None
         self.repeat_answer = b""
         self.rank = None
         self.entry_cache = None
@@ -1942,7 +1943,7 @@ class Registry:
         self.silence_counts_from = -math.inf
         # The servers by the fingerprints of packets that only repeat what is known. One look-up
         # recognizes such a packet before any limit holds, and it need not be parsed. So a flood in
-        # the name of a server does not remove it. A server's fingerprints are forgotten when
+        # the name of a server does not remove it. A server's fingerprint is forgotten when
         # anything about the server changes
         self.by_fingerprint = {}
         self.render_at = 0.0                # when a list may be rendered again; see RenderedList
@@ -2141,7 +2142,7 @@ class Registry:
         del self.games[server.game][server.address, server.port]
         self.count(server, -1)
         self.total -= 1
-        self.forget_fingerprints_of(server)
+        self.forget_fingerprint(server)
 
     def count(self, server, difference):
         """Add 1 or -1 to the servers of a server's source, if this master has heard it."""
@@ -2156,38 +2157,26 @@ class Registry:
         the disk, and the change is noted. `event` is "listed", "changed" or "gone"."""
         self.generation += 1
         server.rank = server.entry_cache = None
-        if server.fingerprints:
-            self.forget_fingerprints_of(server)
+        self.forget_fingerprint(server)
         if not server.master and len(self.altered) < ALTERED_SERVERS:
             self.altered.add(server.key)
         self.changes.append((event, server))
 
     def set_fingerprint(self, server, fingerprint, answer=b""):
-        """Set the one fingerprint of those packets that tell nothing new about the server, and the
+        """Set the fingerprint of those packets that tell nothing new about the server, and the
         answer to such a datagram.
 
         For datagrams it is hash((data, sender)); see UdpProtocol.repeated_from. Among a million
         servers, two fingerprints are the same once in 40 million cases."""
-        if server.fingerprints:
-            self.forget_fingerprints_of(server)
-        server.fingerprints = (fingerprint,)
+        self.forget_fingerprint(server)
+        server.fingerprint = fingerprint
         server.repeat_answer = answer
         self.by_fingerprint[fingerprint] = server
 
-    def add_fingerprint(self, server, fingerprint):
-        """Add the fingerprint of further packets that tell nothing new about the server."""
-        server.fingerprints += (fingerprint,)
-        self.by_fingerprint[fingerprint] = server
-
-    def forget_fingerprints_of(self, server):
-        """Forget the fingerprints of a server, so that its next packet is parsed."""
-        for fingerprint in server.fingerprints:
-            self.by_fingerprint.pop(fingerprint, None)
-        server.fingerprints = ()
-
-    def forget_fingerprints(self):
-        for server in list(self.by_fingerprint.values()):
-            self.forget_fingerprints_of(server)
+    def forget_fingerprint(self, server):
+        if server.fingerprint is not None:
+            self.by_fingerprint.pop(server.fingerprint, None)
+            server.fingerprint = None
 
     def apply_rules(self, settings):
         """Apply the rules of new settings to all listed servers.
@@ -2197,9 +2186,9 @@ class Registry:
         announcement."""
         old_rules = copy.copy(self.rules)
         self.rules.read(settings)
-        self.forget_fingerprints()
         self.generation += 1            # the rules say which servers the lists for clients have
         for server in self.servers():
+            self.forget_fingerprint(server)
             if self.must_leave(server, old_rules):
                 self.remove_any(server)
             else:
@@ -3611,13 +3600,6 @@ class Game:
         self.registry.record_outcome(source, self.game, port, "listed", now)
         return server
 
-    # By HTTP
-
-    def repeated(self, server, fingerprint, now):
-        """Refresh a server that has sent a request with this fingerprint again, and return the
-        JSON of the answer. Return b"" if the request has to be read."""
-        return b""
-
     def http_error(self, request, status, hint):
         """Return the JSON of an error in answer to a request for a route of the room.
 
@@ -4635,7 +4617,7 @@ class Iceball(Game, UdpProtocol):
                 # While a flood uses its address, a server could not prove that, and would leave
                 if not limiter.has_refused(server.source, now - self.timeout):
                     # Its next announcement is answered with a cookie
-                    self.registry.forget_fingerprints_of(server)
+                    self.registry.forget_fingerprint(server)
         listed = len(self.registry.games[self.game])
         if len(self.senders) > 2 * listed + ICEBALL_SENDERS_LEFT:
             self.senders = {sender: server for sender, server in self.senders.items()
@@ -5001,7 +4983,7 @@ class IceballDraft:
         if session.server is None:
             self.requests.pop(peer)
             self.sessions[peer] = session._replace(server=server)
-            self.iceball.registry.forget_fingerprints_of(server)    # they have the former id
+            self.iceball.registry.forget_fingerprint(server)    # they have the former id
         return server
 
 
@@ -5629,7 +5611,7 @@ class SubSpace(PolledGame, UdpProtocol):
         if zone is None or announcement is not None:
             return super().list_polled(target, fields, now)
         heard_at = zone.last_seen
-        fingerprints = zone.fingerprints
+        fingerprint = zone.fingerprint
         listed = super().list_polled(target, fields, now)
         if listed is zone:
             if zone_owner(zone).get("port", ZONE_HTTP_PORT) != ZONE_HTTP_PORT:
@@ -5637,7 +5619,7 @@ class SubSpace(PolledGame, UdpProtocol):
                 is_flooded = self.rules.datagram_limiter.has_refused(zone.source, heard_at)
                 zone.last_seen = now if is_flooded else heard_at
             # What an answer has changed is not in the announcement, so that still says nothing new
-            for fingerprint in fingerprints:
+            if fingerprint is not None:
                 self.registry.set_fingerprint(zone, fingerprint)
         return listed
 
@@ -7922,12 +7904,11 @@ def ddnet_large_bytes(info):
 class DdnetAddress:
     """What the master knows of one address of a server besides what is stored."""
 
-    __slots__ = ("source", "heard_at", "fingerprint")
+    __slots__ = ("source", "heard_at")
 
     def __init__(self, source, heard_at):
         self.source = source            # the address that its registrations come from
         self.heard_at = heard_at        # the time of the last registration
-        self.fingerprint = None         # of its last registration; see Registry.by_fingerprint
 
 
 class Ddnet(Game):
@@ -7986,7 +7967,6 @@ class Ddnet(Game):
         self.by_secret = {}
         self.large_bytes = Shares()     # of the infos, beyond DDNET_USUAL_BYTES
         self.body_limiter = Limiter(DDNET_READ_BYTES)
-        self.prove_at = -math.inf       # when all tokens have to be verified again
 
     @staticmethod
     def registration(server):
@@ -8030,15 +8010,8 @@ class Ddnet(Game):
         elif server is None or asked.serial > registration["serial"]:
             return to_json({"status": "need_info"})
         server = self.list_address(asked, server, registration, now)
-        if request.body or not request.close_connection:            # else nothing is repeated
-            fingerprint = hash((asked.secret, request.body))
-            if not request.body:
-                fingerprint = hash((request.head, request.peer_address))
-                server.private["ddnet_addresses"][text].fingerprint = fingerprint
-            if len(server.fingerprints) > DDNET_ADDRESSES:          # some are of former tokens
-                self.registry.forget_fingerprints_of(server)
-            if fingerprint not in server.fingerprints:
-                self.registry.add_fingerprint(server, fingerprint)
+        if request.body:
+            self.registry.set_fingerprint(server, hash((asked.secret, request.body)))
         return DDNET_SUCCESS
 
     def check_request(self, asked, server):
@@ -8065,8 +8038,7 @@ class Ddnet(Game):
         """Return the info in the body of a registration. Raise Malformed or Refused.
 
         What has not changed is not read again: all addresses of a server bring the same info."""
-        fingerprint = hash((asked.secret, body))
-        if server is not None and fingerprint in server.fingerprints:
+        if server is not None and server.fingerprint == hash((asked.secret, body)):
             return self.registration(server)["info"]
         source = asked.source
         if not (self.body_limiter.allow(source, now, len(body)) or self.rules.exempts(source)):
@@ -8181,15 +8153,10 @@ class Ddnet(Game):
 
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
-        tokens_may_be_old = now >= self.prove_at
-        if tokens_may_be_old:
-            self.prove_at = now + self.cookie.window_s - now % self.cookie.window_s
         self.large_bytes = Shares()
         for server in list(self.registry.games[self.game].values()):
             if server.master:
                 continue
-            if tokens_may_be_old:
-                self.registry.forget_fingerprints_of(server)
             large_bytes = ddnet_large_bytes(self.registration(server)["info"])
             if large_bytes:
                 self.large_bytes.take(server.source, large_bytes)
@@ -8203,13 +8170,6 @@ class Ddnet(Game):
             if silent:
                 self.drop_addresses(server, silent)
         return []
-
-    def repeated(self, server, fingerprint, now):
-        for address in server.private["ddnet_addresses"].values():
-            if address.fingerprint == fingerprint:
-                address.heard_at = server.last_seen = now
-                return DDNET_SUCCESS
-        return b""
 
     def http_error(self, request, status, hint):
         if request.route == DDNET_REGISTER:
@@ -9964,7 +9924,6 @@ class HttpRequest:
 
     now, wall      the time of the request, by the monotonic clock and in seconds since 1970
     address        the client's
-    peer_address   that of the other end of the connection; if it is a proxy, not `address`
     scheme         "https" if the connection is encrypted by TLS, otherwise "http"
     page           the path without its query
     route          the path of a route, "other" for a path that has no route, "none" before parse()
@@ -9985,7 +9944,7 @@ class HttpRequest:
     def __init__(self, head, scheme, address):
         self.head = head        # the request line, the header lines, the empty line after them
         self.scheme = scheme
-        self.address = self.peer_address = address
+        self.address = address
 
     def parse(self, routes):
         """Read the head into the attributes. Raise HttpError if it is malformed."""
@@ -10112,9 +10071,6 @@ class HttpSession(Session):
                 web.request_counts[count_key] += 1
                 self.deadline = now + HTTP_IDLE_S
                 return answer
-            repeated = data.startswith(b"POST ") and self.answer_repetition(data, now)
-            if repeated:
-                return repeated
             # A call without data means that a response was written: the connection is idle now
             self.deadline = now + (HTTP_REQUEST_S if data else HTTP_IDLE_S)
         self.buffer += data
@@ -10161,25 +10117,6 @@ class HttpSession(Session):
             request.address = self.web.client_address(
                 self.address, request.header("X-Forwarded-For"))
         return len(request.body) == request.body_bytes
-
-    def answer_repetition(self, data, now):
-        """Return the response to a request in which a listed server only repeats itself, or b"".
-
-        Like game servers that repeat themselves by UDP, these are not limited. The request is not
-        parsed: with 20,000 servers that would take most of the time."""
-        web = self.web
-        fingerprint = hash((data, self.address))
-        server = web.registry.by_fingerprint.get(fingerprint)
-        room = server and web.rooms.get(server.room)
-        body = room.repeated(server, fingerprint, now) if room else b""
-        if not body:
-            return b""
-        self.request = HttpRequest(data, self.scheme, self.address)
-        _, path, _ = data.split(b" ", 2)
-        self.request.route = path.decode("latin-1")
-        self.request.close_connection = False
-        response = HttpResponse(body, JSON_TYPE)
-        return self.respond(response, now)
 
     def resume(self, result, now):
         self.job = None
