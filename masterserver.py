@@ -2273,8 +2273,8 @@ class Registry:
         self.outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
 
     def record_unproven(self, source, protocol, port, outcome, now, detail=""):
-        """Do what record_outcome() does for a datagram whose source may be forged. If its source
-        has proven itself otherwise, as who looks at /check does, a flood does not push it out."""
+        """Do what record_outcome() does, for a datagram whose source may be forged. If the source
+        has proven its address otherwise, as by a look at /check, a flood does not push it out."""
         address = self.rules.listed_address(source)
         if self.outcomes.keys_of(address):
             self.record_outcome(source, protocol, port, outcome, now, detail)
@@ -3166,10 +3166,10 @@ class TcpProtocol:
 class UpstreamState(NamedTuple):
     """What this master knows about a list of another master, for /healthz and /metrics."""
 
-    fetched: Optional[int]              # the last good fetch, in seconds since 1970; None: never
-    addresses: int                      # the addresses that it brought
-    listed: int                         # the servers that are listed because of this list
-    trouble: str                        # why the last fetch failed; "" if it did not
+    fetched: Optional[int] = None       # the last good fetch, in seconds since 1970; None: never
+    addresses: int = 0                  # the addresses that it brought
+    listed: int = 0                     # the servers that are listed because of this list
+    trouble: str = ""                   # why the last fetch failed; "" if it did not
 
 
 # --- The form of a game --------------------------------------------------------------------------
@@ -6876,19 +6876,19 @@ def quake3_attributes(values, otherwise):
     """Return the attributes of Server in the values that read_quake3_info() has returned.
 
     If they do not tell the gamename, the protocol number does, or else it is `otherwise`. Raise
-    Malformed if that is "" too, or if a value is wrong."""
+    WrongAnswer if that is "" too, or if a value is wrong."""
     info: Dict[bytes, Any] = {}
     for key, value in zip(QUAKE3_FIELDS, values):
         text, pattern = QUAKE3_FIELDS[key]
         if value is not None and len(value) <= 255:
             text = decode_legacy(value)
         if text is not None and not re.fullmatch(pattern, text):
-            raise Malformed("%s: %a" % (key.decode(), text))
+            raise WrongAnswer("%s: %a" % (key.decode(), text))
         info[key] = text
     protocol = info[b"protocol"]
     gamename = info[b"gamename"] or QUAKE3_GAME_OF_PROTOCOL.get(protocol, otherwise)
     if not gamename:
-        raise Malformed(
+        raise WrongAnswer(
             "gamename: missing, and protocol %s does not belong to a known game" % protocol)
     # A colour is "^1", or in DarkPlaces "^x" with three hexadecimal digits
     name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", info[b"hostname"])
@@ -7207,10 +7207,7 @@ class Quake3(PolledGame, UdpProtocol):
             raise Malformed("challenge: not that of the open query")
         # `ping` shows what the server says, even if nothing tells its game
         otherwise = self.listed_gamename(target) if self.program else "Quake3Arena"
-        try:
-            return quake3_attributes(values, otherwise)
-        except Malformed as error:
-            raise WrongAnswer(error) from None
+        return quake3_attributes(values, otherwise)
 
     def admitted_game(self, source, fields):
         gamename = fields["details"]["gamename"]
@@ -13827,9 +13824,7 @@ class UpstreamList:
     def __init__(self, upstream):
         self.upstream = upstream            # the Upstream in the ini
         self.tried_at = -math.inf           # when the last fetch began
-        self.fetched: Optional[int] = None  # the last good fetch, in seconds since 1970
-        self.addresses = 0                  # that it brought
-        self.trouble = ""                   # why the last fetch failed; "" if it did not
+        self.state = UpstreamState()        # tick() counts the listed servers
         # The FoundServers of the last good fetch that have not been given to the poller yet
         self.waiting = collections.deque()
         self.looked_up = collections.OrderedDict()          # see look_up_names()
@@ -13890,16 +13885,15 @@ class Upstreams:
         state.clear()
         for upstream_list in self.lists:
             upstream = upstream_list.upstream
-            state[upstream.label] = UpstreamState(
-                upstream_list.fetched, upstream_list.addresses,
-                listed[upstream.game, upstream.name], upstream_list.trouble)
+            state[upstream.label] = upstream_list.state._replace(
+                listed=listed[upstream.game, upstream.name])
 
     def start_fetch(self, now):
         """Let the thread fetch the list that is due for the longest time, if one is."""
         interval = self.settings["upstream.interval"]
 
         def due_at(upstream_list):
-            pause_s = min(interval, MINUTE) if upstream_list.trouble else interval
+            pause_s = min(interval, MINUTE) if upstream_list.state.trouble else interval
             return upstream_list.tried_at + pause_s
 
         if self.is_fetching or not self.lists:
@@ -13919,22 +13913,20 @@ class Upstreams:
 
         `fetched_from` is the UpstreamList. A failure is logged once, until a fetch succeeds."""
         self.is_fetching = False
-        label = fetched_from.upstream.label
+        label, state = fetched_from.upstream.label, fetched_from.state
         if fetched_from not in self.lists:
             pass                        # the ini has dropped it since
         elif isinstance(result, Exception):
             reason = clean(error_text(result), OUTCOME_CHARACTERS)
-            if not fetched_from.trouble:
+            if not state.trouble:
                 log.warning("%s: no list: %a", label, reason)
-            fetched_from.trouble = reason
+            fetched_from.state = state._replace(trouble=reason)
         else:
             servers, left_out = result
-            if fetched_from.fetched is None or fetched_from.trouble:
+            if state.fetched is None or state.trouble:
                 log.info("%s: %d addresses in the list, %d other entries left out", label,
                          len(servers), left_out)
-            fetched_from.fetched = int(time.time())
-            fetched_from.trouble = ""
-            fetched_from.addresses = len(servers)
+            fetched_from.state = UpstreamState(int(time.time()), addresses=len(servers))
             fetched_from.waiting = collections.deque(servers)
         self.start_fetch(now)
 
