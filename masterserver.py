@@ -2081,8 +2081,7 @@ class Registry:
         endpoint = server.address, server.port
         server.official = rules.official.get(endpoint, False)
         server.priority = rules.priority.get(endpoint, 0)
-        if rules.countries_by_hand or rules.country_file:
-            server.country = rules.country(server.address, server.port)
+        server.country = rules.country(*endpoint)
         self.games[server.game][endpoint] = server
         gamename = server.details.get("gamename")
         if gamename and server.game not in self.titles:
@@ -3594,7 +3593,8 @@ class Game:
 
         `fields` holds attributes of Server, `address` the address that it claims, or "". Return the
         Server. Raise Refused if the rules or a limit forbid it."""
-        key = self.game, self.rules.listed_address(source, address), port
+        listed_address = self.rules.listed_address(source, address)
+        key = self.game, listed_address, port
         fields["room"] = self.game
         server = self.registry.list_or_refresh(key, source, now, lifetime, fields)
         self.registry.record_outcome(source, self.game, port, "listed", now)
@@ -3778,9 +3778,6 @@ class MessageSession(Session):
 # A query is one datagram to a game server. A poll is all the queries that it takes to learn the
 # state of the server: usually one, and more if the game needs several or if a datagram is lost.
 
-POLL_TIMEOUT_S = 3.0                # the script in the Hyperbol document waits 3 s
-# A poll is missed after two queries without an answer, because a single datagram may get lost
-POLL_ATTEMPTS = 2
 # A server is gone after this many missed polls in a row
 MISSED_POLLS_LIMIT = 3
 # Announcements may restart this many polls in a row, because a server that has just started may
@@ -4078,10 +4075,10 @@ class PolledGame(Game):
     names is shown as not responding instead."""
 
     answers_queries = True
-    # How long a query waits for its answer
-    timeout_s = POLL_TIMEOUT_S
-    # A poll is missed after this many queries without an answer
-    attempts = POLL_ATTEMPTS
+    # How long a query waits for its answer, as the script in the Hyperbol document does
+    timeout_s = 3.0
+    # A poll is missed after so many queries without an answer. A single datagram may get lost
+    attempts = 2
     # The longest answer that is read. This is the limit of dpmaster; the infoResponses of Quake III
     # and its kin have at most 1 kB. A datagram of MAX_DATAGRAM_BYTES may have been cut off
     answer_bytes = MAX_DATAGRAM_BYTES - 1
@@ -5526,7 +5523,8 @@ class SubSpace(PolledGame, UdpProtocol):
         """Raise Refused if the announced name belongs to another zone.
 
         The first password that comes with a name owns the name, while a zone with both is listed
-        and answers. All zones are looked at, so this waits until the announced one has answered."""
+        and answers. All zones are looked at, so an announcement by UDP, which may be forged, is not
+        checked before the announced one has answered."""
         zone = self.registry.get(self.game, address, port)
         name = announcement["name"]
         if zone is not None and zone.name == name:
@@ -7901,8 +7899,6 @@ def ddnet_large_bytes(info):
 class DdnetAddress:
     """What the master knows of one address of a server besides what is stored."""
 
-    __slots__ = ("source", "heard_at")
-
     def __init__(self, source, heard_at):
         self.source = source            # the address that its registrations come from
         self.heard_at = heard_at        # the time of the last registration
@@ -8038,7 +8034,8 @@ class Ddnet(Game):
         if server is not None and server.fingerprint == hash((asked.secret, body)):
             return self.registration(server)["info"]
         source = asked.source
-        if not (self.body_limiter.allow(source, now, len(body)) or self.rules.exempts(source)):
+        is_allowed = self.body_limiter.allow(source, now, len(body))
+        if not is_allowed and not self.rules.exempts(source):
             raise Refused("limit", "infos: too many bytes of them have changed; wait 15 s")
         info = read_ddnet_info(body)
         self.check_size(source, server, info)
@@ -11997,9 +11994,13 @@ class UnreadOutput:
             return
         left = collections.Counter()
         for waiting in self.answers:
-            left[site_of(waiting.turn_address)] += len(waiting.unsent) + len(waiting.session.body)
-        for waiting in sorted(
-                self.answers, key=lambda waiting: -left[site_of(waiting.turn_address)]):
+            bytes_left = len(waiting.unsent) + len(waiting.session.body)
+            left[site_of(waiting.turn_address)] += bytes_left
+
+        def of_its_site(waiting):
+            return left[site_of(waiting.turn_address)]
+
+        for waiting in sorted(self.answers, key=of_its_site, reverse=True):
             if self.total_bytes > OUTPUT_BYTES:
                 waiting.tally.limited += 1
                 waiting.close(now)
@@ -12306,7 +12307,8 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self.trouble = self.failure
 
     def handleError(self, record):
-        self.failure = clean(error_text(sys.exc_info()[1]), TEXT_CHARACTERS)
+        _, error, _ = sys.exc_info()
+        self.failure = clean(error_text(error), TEXT_CHARACTERS)
 
     def rotate(self, source, dest):
         # If the folder is not writable, or if another program has the file open on Windows, the
@@ -13732,9 +13734,8 @@ def fetch_upstream(upstream, own_addresses, looked_up, servers_per_source):
     servers = {}
     shares = Shares()
     for entry in with_pauses(entries):
-        address = entry["address"]
-        if address in looked_up:
-            address = looked_up[address].address
+        host = entry["address"]
+        address = looked_up.get(host, LookedUp(host)).address
         with contextlib.suppress(Refused):
             fields = room.found(entry)
             if may_be_queried(address, upstream_address, own_addresses):
