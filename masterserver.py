@@ -1798,8 +1798,7 @@ class Server:
     country      where it is, two letters in lower case; "" if that is not known
     details      further texts by name; its page shows them, except HIDDEN_DETAILS (section 8)
     private      what only its room knows of it, by name; see Private (section 7)
-    fingerprint  of the packets that say nothing new about it; see Registry.by_fingerprint. None if
-                 the next one has to be parsed
+    fingerprint  of the packets that say nothing new about it, or None; see Registry.by_fingerprint
     repeat_answer   the answer to such a datagram; b"" if it gets none
     master       the other master that has heard it; "" if this one has
     found_at     the master in whose list it was found (see Upstream.name); "" if it has announced
@@ -2323,10 +2322,6 @@ def cached_entries(servers, cache_key, render):
     return entries
 
 
-def concatenated(entries, now):
-    return b"".join(entries)
-
-
 class ServerList(NamedTuple):
     """A list: the entry of a server, which servers it has, and how the entries are joined.
 
@@ -2335,7 +2330,7 @@ class ServerList(NamedTuple):
 
     entry: Callable[[Server], Any]
     wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
-    join: Callable[[Sequence[Any], float], Any] = concatenated
+    join: Callable[[Sequence[Any], float], Any] = lambda entries, now: b"".join(entries)
 
     def render(self, servers, now):
         if self.wanted:
@@ -3509,7 +3504,7 @@ class Game:
     def __init__(self, program=None):
         """lists() and read() are called here. What they need is set before that."""
         self.program = program
-        self.rendered_lists: Dict[str, RenderedList] = {}
+        self.rendered_lists = {}        # RenderedLists by name
         if program:
             self.registry = program.registry
             self.rules = program.registry.rules
@@ -3905,10 +3900,8 @@ class Poller(UdpProtocol):
         return target
 
     def add_newcomer(self, room, address, port, limit):
-        """Add a target that has announced itself and is not listed yet.
-
-        `limit` is how many newcomers one source may have. Return the target, and the one that had
-        to leave for it, or None."""
+        """Add a target that has announced itself and is not listed yet. A source may have `limit`
+        of them. Return the target, and the one that had to leave for it, or None."""
         target = self.add(room, address, port, ANNOUNCED)
         pushed_out = self.newcomers.add(address, target.key, target, limit)
         if pushed_out is not None:
@@ -5523,8 +5516,8 @@ class SubSpace(PolledGame, UdpProtocol):
         """Raise Refused if the announced name belongs to another zone.
 
         The first password that comes with a name owns the name, while a zone with both is listed
-        and answers. All zones are looked at, so an announcement by UDP, which may be forged, is not
-        checked before the announced one has answered."""
+        and answers. All zones are looked at, so by UDP, where announcements may be forged, this
+        waits until the announced one has answered."""
         zone = self.registry.get(self.game, address, port)
         name = announcement["name"]
         if zone is not None and zone.name == name:
@@ -6638,7 +6631,7 @@ class Aio(PolledGame, TcpProtocol):
     answer_numbers = Form("<I I H", "players max_players version")
 
     def __init__(self, program=None):
-        self.sessions: Dict[Server, AioSession] = {}    # those that keep servers in the list
+        self.sessions = {}              # those that keep servers in the list, by Server
         super().__init__(program)
 
     def read(self, settings):
@@ -7235,10 +7228,8 @@ class Quake3(PolledGame, UdpProtocol):
     # Questions from players' programs
 
     def lists(self):
-        return {"servers": ServerList(quake3_entry, self.is_of_family, self.grouped)}
-
-    def is_of_family(self, server):
-        return server.room == self.game
+        return {"servers": ServerList(
+            quake3_entry, lambda server: server.room == self.game, self.grouped)}
 
     def grouped(self, entries, now):
         """Return the entries by gamename ("" for none), protocol and game type ("" for any), and a
@@ -7561,11 +7552,10 @@ class Luanti(PolledGame):
         """Look up the announced address for players. on_address() gets the result."""
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, announcement["name"], target)
-        host = announcement["address"]
         done = functools.partial(self.on_address, source, port, announcement)
         # Of several addresses, the one at which the server is listed is preferred
         listed_address = self.rules.listed_address(source)
-        self.program.resolve(host, done, source, like=listed_address)
+        self.program.resolve(announcement["address"], done, source, like=listed_address)
         self.being_looked_up[source, port] = announcement
         self.registry.record_outcome(source, self.game, port, "announced", now)
 
@@ -10244,14 +10234,14 @@ class Web(TcpProtocol):
         self.epoch = 0.0                # wall clock minus monotonic clock; the event loop sets it
         # By the bytes of a request, the response to it: the head, with the body if that is short; a
         # long body; whether the connection ends; the key in request_counts
-        self.caches: Dict[str, Dict[Any, Any]] = {"http": {}, "https": {}}
+        self.caches = {"http": {}, "https": {}}
         self.cache_bytes = 0            # the size of both together, without whole lists
-        # By (route, game): whole lists that are not a room's, and the responses with whole lists
-        self.lists: Dict[Tuple[str, str], RenderedList] = {}
-        self.responses: Dict[Tuple[str, str], HttpResponse] = {}
+        # By (route, game): RenderedLists that are not a room's, and the responses with whole lists
+        self.lists = {}
+        self.responses = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = program.hourly_players()
-        self.request_counts: Dict[Any, int] = collections.Counter()     # by route and status
+        self.request_counts = collections.Counter()     # by route and status
         self.rooms = program.rooms
         self.routes = dict(ROUTES)
         for room in program.rooms.values():
@@ -12216,11 +12206,10 @@ class WorkerThread:
     def submit(self, job, on_result, max_waiting=math.inf, source=""):
         """Call `job()` in this thread, and then `on_result(result, now)` in the event loop.
 
-        `result` is what the job returned, or the exception that it raised. If `max_waiting` jobs
-        are waiting already, the job is not done, and the result is a RuntimeError. A stranger's job
-        has a `source`, his address; of these, one at a time is in the thread, and the sources take
-        turns. So the program's own jobs wait for one of the others at most. Then `max_waiting`
-        holds for the source."""
+        `result` is what the job returned, or the exception that it raised. If `max_waiting` jobs,
+        or a stranger's, are waiting already, the job is not done, and the result is a RuntimeError.
+        `source` is the stranger's address. Strangers take turns, and one of their jobs is in the
+        thread at a time. So the program's own jobs wait for one of them at most."""
         waiting = len(self.strangers.keys_of(source)) if source else self.jobs.qsize()
         if waiting >= max_waiting:
             self.post(on_result, RuntimeError("too many others are waiting"))
@@ -12379,7 +12368,7 @@ class HostNames:
     def __init__(self, post):
         self.worker = WorkerThread("names", post)
         # The callers that wait for each look-up, by (source, host, like)
-        self.waiters: Dict[Tuple[str, str, str], List[Callable[[str, float], None]]] = {}
+        self.waiters = {}
         self.shares = Shares()                          # strangers' look-ups that have not ended
 
     def resolve(self, host, done, source, like=""):
