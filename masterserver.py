@@ -80,8 +80,8 @@ import urllib.parse
 import urllib.request
 import zlib
 from datetime import datetime, timezone
-from typing import (Any, Callable, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional,
-                    Sequence, Tuple, Union)
+from typing import (Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple,
+                    Optional, Sequence, Tuple, Union)
 
 __version__ = "1.0"
 
@@ -128,8 +128,7 @@ LOOKUP_WAITERS = 16
 STOP_DISK_S = 5.0               # at a stop, a batch that is being written has this long to end
 DESCRIPTORS_KEPT = 40           # are kept free for listeners, the database and the log
 
-# The longest record of a server in JSON. Several masters exchange records of all that they list, a
-# thousand at once
+# The longest record of a server in JSON. Several masters exchange records of all that they list
 RECORD_BYTES = 64_000
 NAME_CHARACTERS = 128           # Hyperbol's names have 32 bytes, Iceball's 30, AIO's have no limit
 # For each character of a text that is kept, so many are read: it may have colours and accents
@@ -1946,6 +1945,7 @@ class Registry:
         # anything about the server changes
         self.by_fingerprint = {}
         self.render_at = 0.0                # when a list may be rendered again; see RenderedList
+        self.heard_masters = {}             # when each other master was heard last, by name
         self.countries_due = iter(())       # keys of servers whose countries are looked up again
         # PacketOutcomes by source, protocol and announced port. They take turns by the address at
         # which the source is listed. Those whose source may be forged are kept apart, so that a
@@ -2235,7 +2235,11 @@ class Registry:
                 if server.last_seen + server.lifetime <= now:
                     expired.append(server)
         for server in expired:
-            if self.is_silent(server.source, server.last_seen, server.lifetime, now):
+            if server.master:
+                # Masters do not tell each other of servers that only repeat themselves
+                heard_at = self.heard_masters.get(server.master, -math.inf)
+                server.last_seen = max(server.last_seen, heard_at)
+            elif self.is_silent(server.source, server.last_seen, server.lifetime, now):
                 self.remove_own(server)
 
     def is_silent(self, source, heard_at, seconds, now):
@@ -12495,14 +12499,16 @@ class News:
     It follows the servers of all masters by their identity, and remembers which of them had fewer
     players. So a server may move from one master to another without a message too few or too many.
     Every master follows all servers and keeps the same record of messages, but only one master
-    sends them: if there is a Cluster, it replaces `sends` and `follows`.
+    sends each of them: if there is a Cluster, it replaces `sender`, `has_sent` and `follows`.
 
     The event loop treats it like a protocol: it is given new settings, the time and `epoch`."""
 
     now = 0.0                                       # the time of the last tick
     epoch = 0.0                                     # wall clock minus monotonic clock
-    # Does this master send the messages?
-    sends = staticmethod(lambda now: True)
+    # The name of the master that sends what is due now, "" for this one
+    sender = staticmethod(lambda now: "")
+    # Has another master sent the message about a server that was due at a time? None: not known yet
+    has_sent: Any = staticmethod(lambda sender, server, due_at, now: True)
     # Has this master heard the server without a break, itself or through another master?
     follows = staticmethod(lambda server, now: True)
 
@@ -12512,6 +12518,9 @@ class News:
         self.hooks = {}                             # Webhooks by name
         self.below_threshold = set()                # keys of servers that had fewer players
         self.sent_at = collections.OrderedDict()    # when the last message about a server was sent
+        # Messages of which we do not know yet whether another master has sent them: the arguments
+        # of has_sent(), and a function that sends the message
+        self.held = []
         self.all_limiter = Limiter((NEWS_PER_MINUTE / MINUTE, NEWS_PER_MINUTE))
         gauges["news_dropped_total"] = 0
         self.read(settings)
@@ -12535,6 +12544,13 @@ class News:
 
     def tick(self, now):
         self.now = now
+        held, self.held = self.held, []
+        for *message, send in held:
+            has_sent = self.has_sent(*message, now)
+            if has_sent is None:
+                self.held.append((*message, send))
+            elif not has_sent and not self.sender(now):
+                send()
 
     def note(self, event, server):
         """Remember a server that has fewer players than [notify] players, and publish a message
@@ -12580,18 +12596,17 @@ class News:
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
         master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
-        now, sends = self.now, self.sends(self.now)
+        now = self.now
         if not self.all_limiter.allow("", now):
-            self.gauges["news_dropped_total"] += sends
+            self.gauges["news_dropped_total"] += 1
             return
         self.sent_at[server.key] = now
         self.sent_at.move_to_end(server.key)
         if len(self.sent_at) > KNOWN_SERVERS:
             self.sent_at.popitem(last=False)
-        if not sends:
-            return
         # A message that is not delivered by then is dropped: the players may have left again
         until = time.monotonic() + 2 * MINUTE
+        sender = self.sender(now)
         entry = server_json(server)
         json_entry = with_times(entry, server, self.epoch, self.registry.master)
         titles = {**GAME_TITLES, **self.settings["games"]}
@@ -12599,7 +12614,12 @@ class News:
             media_type, body = news_message(
                 hook.format, server, titles, self.settings, json_entry)
             delivery = functools.partial(hook.deliver, until, media_type, body)
-            hook.submit(delivery, on_result=None, max_waiting=WORKER_JOBS)
+            send = functools.partial(
+                hook.submit, delivery, on_result=None, max_waiting=WORKER_JOBS)
+            if sender:
+                self.held.append((sender, server, now, send))
+            else:
+                send()
 
 
 # --- What is asked of the system -----------------------------------------------------------------
@@ -12795,31 +12815,42 @@ def bound_socket(family, transport, address, port):
 
 # --- Several masters, one list -------------------------------------------------------------------
 #
-# Cluster runs in the event loop. Its thread makes one exchange after another through MasterLogs,
-# which talks to Redis or Valkey through EngineLink.
+# Each master keeps the servers that it has heard in Redis or Valkey, the engine: not as a log but
+# as a state, one record for each server, ordered by the number of its last change. The keys, with
+# P for "PREFIX-state":
+#
+#     P:STATE     a sorted set of records, each with its number as the score; it expires after 60 s
+#                     ["iceball","203.0.113.7",20737,expires,first seen,last seen,{…},confirmed]
+#                     ["iceball","203.0.113.7",20737]         this server has left
+#                     end                                     behind all others, see below
+#     P:NAME      "STATE NUMBER FLOOR", and " news" if the master has webhooks; expires after 10 s
+#     P           a set of the NAMEs; expires after 60 s
+#
+# Each connection of each process has a STATE of its own, so commands of an old connection that
+# arrive late, or another process of the same name, cannot mix with it. NUMBER is the last one in
+# use. FLOOR is the highest number of a record "has left" that has been removed by now: a reader
+# that has not come so far cannot know of it, and begins again.
+#
+# `end` has a negative score until all servers are written, and then that of the last change. A
+# reader that meets it has read everything, and servers that it has not met have left. If the engine
+# has lost the set, there is no `end` to move, and the writer begins a new state.
 
-# A reply has at most a thousand records, of RECORD_BYTES each.
-REPLY_BYTES = 64 << 20
+CLUSTER_BATCH = 500         # records in an exchange; to apply them takes the event loop 15 ms
+SENT_BYTES = 1 << 18        # are sent at once, and may take ENGINE_ANSWER_S
+REPLY_BYTES = 2 * CLUSTER_BATCH * RECORD_BYTES
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
-CLUSTER_BATCH = 1000        # records that are written or read at once; usually 400 kB
-# One exchange reads at most 60,000 servers from a log. The event loop needs 15 ms for each 1,000.
-CLUSTER_BATCHES = 60
-CLUSTER_MASTERS = 16        # masters that are read; operators run two or three
-CLUSTER_RETRY_S = 1.0       # wait before each connection; the whole list is sent again within 5 s
-CLUSTER_PACE_S = 0.3        # between writing and reading; a change reaches others in two exchanges
-CLUSTER_LEASE_S = 10        # a master that is silent for this long has stopped, and its log expires
-# After a lease has expired, the next attempt comes a second later, and its reply may take another.
-CLUSTER_MARGIN_S = 2.0
-# A master begins a new log when the old one has more than CLUSTER_LOG records for each listed
-# server. CLUSTER_LOG_SERVERS is added to the number of servers, so that a short list does not
-# begin new logs all the time.
-CLUSTER_LOG = 4
-CLUSTER_LOG_SERVERS = 1000
-CLUSTER_LOG_BYTES = 32 << 20        # changes in one log; more long records would fill Redis
-# Servers of all other masters together: two lists of 50,000 servers, the most that clients take. A
-# server needs some 2 kB of memory.
-CLUSTER_SERVERS = 100_000
-# A reply takes a millisecond; an engine that forks or saves to disk may need a second.
+CLUSTER_MASTERS = 16        # other masters that are read; operators run two or three
+CLUSTER_PACE_S = 0.3        # between two exchanges; a change reaches others in two of them
+CLUSTER_RETRY_S = 0.5, 5.0  # the shortest and the longest pause before a connection
+CLUSTER_NAME_S = 10         # a master whose name is not renewed for this long has stopped
+CLUSTER_STATE_S = 60        # a state outlives the name, because who has a name must have a state
+CLUSTER_MARGIN_S = 6.0      # after the name has expired, the next attempt comes up to 5 s later
+LEFT_S = 600.0              # for how long a record says that a server has left
+# Of the time between two exchanges so much counts at most as time without a master: if the link
+# breaks again and again, little is known of the time between
+CLUSTER_ABSENT_STEP_S = 1.0
+NEWS_SENT_S = 3.0           # a master that lives for this long after a message was due has sent it
+# A reply takes a millisecond; an engine that forks or saves to disk may need a second
 ENGINE_ANSWER_S = 3.0
 
 
@@ -12836,374 +12867,337 @@ class EngineLink:
     file: Any = None
 
     def __init__(self, engine: EngineAddress):
-        """Connect, log in and select the database. If a step fails, close the connection and raise
-        the errors that the class describes."""
         self.password = engine.password
-        self.sock = self.connected_socket(engine)
+        if engine.path:
+            self.sock = socket.socket(socket.AF_UNIX)
+        else:
+            self.sock = socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
         try:
+            self.sock.settimeout(ENGINE_ANSWER_S)
+            if engine.path:
+                self.sock.connect(engine.path)
             if engine.tls:
                 self.start_tls(engine.host)
             self.file = self.sock.makefile("rb")
-            self.log_in(engine)
+            if engine.password:
+                user = [engine.user] if engine.user else []
+                self.ask("AUTH", *user, engine.password)
+            self.ask("SELECT", engine.database)
         except BaseException:
             self.close()
             raise
 
-    @staticmethod
-    def connected_socket(engine):
-        """Return a socket connected to the engine, with ENGINE_ANSWER_S as its timeout. Raise
-        OSError if the engine cannot be reached."""
-        if not engine.path:
-            return socket.create_connection((engine.host, engine.port), ENGINE_ANSWER_S)
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.settimeout(ENGINE_ANSWER_S)
-            sock.connect(engine.path)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
     def start_tls(self, host):
-        """Encrypt the connection. Raise OSError if the certificate is not valid for `host`."""
-        import ssl                  # the import takes 10 ms, and only TLS needs the module
         context = ssl.create_default_context()
-        self.sock = context.wrap_socket(self.sock, server_hostname=host)
-
-    def log_in(self, engine):
-        """Log in if the engine's address has a password, and select the database."""
-        if engine.user and engine.password:
-            self.ask("AUTH", engine.user, engine.password)
-        elif engine.password:
-            self.ask("AUTH", engine.password)
-        self.ask("SELECT", engine.database)
+        try:
+            self.sock = context.wrap_socket(self.sock, server_hostname=host)
+        except OSError as error:
+            raise OSError("rediss:// needs TLS at that port: %s" % error) from None
 
     def close(self):
         if self.file:
             self.file.close()           # an open file would keep the socket open
         self.sock.close()
 
-    def ask(self, *arguments):
-        """Send a command and return the reply.
+    def ask(self, *command):
+        reply, = self.ask_all([command])
+        return reply
 
-        `arguments` are the command's name and its arguments, as bytes, strings or numbers. A reply
-        is bytes, a list of replies for an array, or b"" if the engine has no value ($-1)."""
-        parts = [b"*%d\r\n" % len(arguments)]
-        for argument in arguments:
-            if isinstance(argument, bytes):
-                value = argument
-            else:
-                value = str(argument).encode()
-            parts.append(b"$%d\r\n%s\r\n" % (len(value), value))
-        self.sock.sendall(b"".join(parts))
-        self.bytes_left = REPLY_BYTES
-        return self.read_reply()
+    def ask_all(self, commands):
+        """Send commands, and return the reply to each.
 
-    def read_reply(self):
-        """Read one reply and return it, as described in ask().
+        A command is its name and its arguments, as bytes, strings or numbers. A reply is bytes, a
+        list of replies for an array, or b"" if the engine has no value ($-1). Of a text of more
+        than RECORD_BYTES only the beginning is returned."""
+        parts = []
+        for command in commands:
+            parts.append(b"*%d\r\n" % len(command))
+            for argument in command:
+                value = argument if isinstance(argument, bytes) else str(argument).encode()
+                parts.append(b"$%d\r\n%s\r\n" % (len(value), value))
+        data = b"".join(parts)
+        for start in range(0, len(data), SENT_BYTES):
+            self.sock.sendall(data[start:start + SENT_BYTES])
+        replies = []
+        for _ in commands:
+            self.bytes_left = REPLY_BYTES
+            replies.append(self.read_reply(arrays=2))
+        return replies
 
-        Raise Malformed for an error reply, at the end of the connection, for a reply that is not
-        RESP2, and if the reply is longer than `bytes_left`. Raise ValueError if a length is not a
-        number."""
-        line = self.file.readline(REPLY_BYTES)
+    def read_reply(self, arrays):
+        """Read one reply, which may have so many arrays in each other, and return it.
+
+        Raise Malformed for an error reply, at the end of the connection, and for a reply that is
+        not RESP2 or takes more than `bytes_left`."""
+        line = self.file.readline(RECORD_BYTES)
         kind = line[:1]
         value = line[1:].rstrip()
-        if kind == b"-":                        # an error
-            raise Malformed(self.without_password(decode_utf8(value)))
-        self.use_bytes(len(line) + REPLY_PART_BYTES)
+        if kind == b"-":
+            error = decode_utf8(value)
+            if re.search("^MOVED|^CROSSSLOT|^CLUSTERDOWN|cluster mode", error):
+                error = "this is a Redis Cluster, which cannot be used: " + error
+            # The engine may repeat our password
+            raise Malformed(error.replace(self.password, "...") if self.password else error)
         if kind in (b"+", b":"):                # a status or a number
             return value
-        if kind not in (b"$", b"*"):            # neither a string nor an array
+        if kind != b"$" and (kind != b"*" or not arrays):
             raise Malformed("it has closed the connection, or is not Redis")
         length = int(value)
-        if length < 0:
-            return b""
-        # An array gets longer than this, but so an absurd length is rejected at once
-        self.use_bytes(length)
-        if kind == b"*":
-            return [self.read_reply() for _ in range(length)]
-        value_and_end = self.file.read(length + len(b"\r\n"))
-        return value_and_end[:length]
-
-    def use_bytes(self, count):
-        """Subtract `count` from `bytes_left`, the bytes that the reply may still take. Raise
-        Malformed if it takes more."""
-        self.bytes_left -= count
+        # An array takes more, but so an absurd length is rejected at once
+        self.bytes_left -= REPLY_PART_BYTES + max(length, 0)
         if self.bytes_left < 0:
             raise Malformed("a reply that is too long")
-
-    def without_password(self, error):
-        """Return the engine's error text with our password, which the engine may repeat, replaced
-        by dots."""
-        if not self.password:
-            return error
-        return error.replace(self.password, "...")
+        if length < 0:
+            return b""
+        if kind == b"*":
+            return [self.read_reply(arrays - 1) for _ in range(length)]
+        text_and_end = self.file.read(length + len(b"\r\n"))
+        return text_and_end[:min(length, RECORD_BYTES)]
 
 
 class NameTaken(Exception):
-    """Another process holds the lease under this master's name."""
+    """Another process has this master's name."""
 
 
-class LogEntry(NamedTuple):
-    """The content of one record of a master's log, about one server."""
+class Fetched(NamedTuple):
+    """What an exchange has brought of another master."""
 
-    key: Key
-    server: Optional[Server]        # None if the server has left, or the record cannot be decoded
-
-
-class LogUpdate(NamedTuple):
-    """The new records in another master's log."""
-
-    master: str
+    state: str                          # state, number and floor stand in its name
+    number: int
+    floor: int
     has_webhooks: bool
-    is_new_log: bool                    # if True, `entries` has all servers of this master
-    entries: List[LogEntry]
+    # Keys of servers that have changed, with the Servers; None for those that have left
+    changes: Sequence[Tuple[Key, Optional[Server]]] = ()
+    last_number: int = 0                # of these changes
+    is_last: bool = False               # nothing follows, and nothing is missing before them
 
 
-# Stands for a record that cannot be decoded. No server has this key.
-UNREADABLE = LogEntry(("", "", 0), None)
+# STATE NUMBER FLOOR, and whether there are webhooks
+MASTER_NAME_VALUE = re.compile(rb"([0-9a-f]{16}-[0-9]{1,9}) ([0-9]{1,15}) ([0-9]{1,15})( news)?")
 
 
-class MasterLogs:
-    """The leases and the logs that masters keep in Redis or Valkey, as one of the masters uses
-    them.
+class OwnState:
+    """This master's state in the engine, and the way in which it reads those of others.
 
-    Each master writes the servers that it has heard itself to a log of its own. The log is a list
-    of JSON records: first one for each of its servers, then one for every server that changes. A
-    record without fields says that the server has left. The master's lease is a key that expires.
-    The lease names the log and says whether this master has webhooks. The log expires as well. One
-    exchange:
+    begin() and exchange() are generators, which only the cluster's thread drives. They yield lists
+    of commands, and get the replies. They raise NameTaken if another process has our name, and
+    Malformed if the engine has lost our records."""
 
-        > GET masterserver:a                            5e1f…-1 news: it is our own lease
-        > RPUSH masterserver:5e1f…-1 ["iceball","203.0.113.7",20737,…]
-        > EXPIRE masterserver:5e1f…-1 10
-        > SET masterserver:a "5e1f…-1 news" EX 10       with NX if nobody held the lease
-        > SADD masterserver a
-        > SMEMBERS masterserver                         a, b
-        > GET masterserver:b                            77aa…-4
-        > LRANGE masterserver:77aa…-4 200 699           the records of b that are new to us
+    connections = 0
+    epoch = 0.0             # the engine's wall clock, which all masters share, minus our monotonic
+    has_older = False       # whether masters of an older version use this engine
 
-    The name of a log begins with a random number that the process draws when it starts. By this
-    number a process recognizes its own lease. So two masters that have one name, because both come
-    from one image, cannot both hold the lease. A master begins a new log on each connection, and
-    when its log has grown long. If an old connection delivers records late, they end up in a log
-    that nobody reads any more. A lease names a log only once the log is complete.
-
-    connect() and exchange() can block, so only the cluster's thread calls them. close() is called
-    after that thread has ended. Between two exchanges the event loop reads the attributes, and may
-    call disconnect(). connect() and exchange() raise NameTaken, or what EngineLink raises."""
-
-    WEBHOOK_MARK = b"news"              # in the lease of a master that has webhooks
-
-    link: Any = None                    # the EngineLink, None without a connection
-    # When this connection last renewed the lease; None until it has done so once
-    renewed_at: Any = None
-    log_name = b""
-    logs_begun = 0                      # logs that this process has begun; part of their names
-    log_records = 0                     # records in the current log
-    appended_bytes = 0                  # bytes that were appended after the whole list of a new log
-
-    def __init__(self, engine: EngineAddress, prefix: str, name: str, tally: Tally):
-        """`prefix`: the text that all keys begin with; `name`: this master's name; `tally`: counts
-        the records that cannot be decoded."""
-        self.engine = engine
-        self.prefix = prefix.encode()
+    def __init__(self, prefix, name, tally):
+        """`tally` counts records that cannot be read or are too long."""
+        self.old_prefix = prefix
+        self.prefix = prefix + "-state"
         self.name = name
+        self.name_key = self.full_key(name)
         self.tally = tally
-        self.process_id = b"%016x" % RANDOM.getrandbits(64)
-        self.lease_key = self.full_key(name.encode())
-        # How many records of each other master's log have been read, by the log's name
-        self.records_read = {}
+        self.process = "%016x" % RANDOM.getrandbits(64)
+        # The names of all masters, and the keys of those of an older version, at the last exchange
+        self.names: List[str] = []
+        self.old_keys: List[str] = []
 
-    def full_key(self, name):
-        """Return the engine's key for the log of this name, or for the lease of the master of this
-        name."""
-        return self.prefix + b":" + name
+    def full_key(self, text):
+        return "%s:%s" % (self.prefix, text)
 
-    def connect(self):
-        """Connect to the engine. Raise NameTaken if another process holds our name, OSError,
-        Malformed or ValueError if the connection or the login fails."""
-        # Wait first, so that an engine that is down is not tried all the time
-        time.sleep(CLUSTER_RETRY_S)
-        self.link = EngineLink(self.engine)
-        self.renewed_at = None
-        self.records_read = {}              # all logs are read again from their beginnings
-        self.read_own_lease()               # only to raise NameTaken
+    def begin(self):
+        value, clock = yield [("GET", self.name_key), ("TIME",)]
+        self.check_name(value)
+        self.set_epoch(clock)
+        self.connections += 1
+        self.state = "%s-%d" % (self.process, self.connections)
+        self.key = self.full_key(self.state)
+        self.number = 1                 # of the last change
+        self.floor = 0
+        self.numbers = {}               # of the record of each server, by its key
+        self.left = collections.deque()         # (number, key, when it was written)
+        self.value = ""                 # what our name says in the engine
+        self.named_at = -math.inf       # when we have last seen or written that
+        yield [("MULTI",), ("ZADD", self.key, -self.number, "end"),
+               ("EXPIRE", self.key, CLUSTER_STATE_S), ("EXEC",)]
 
-    def disconnect(self):
-        if self.link:
-            self.link.close()
-        self.link = None
-
-    def close(self):
-        """Give up the lease, so that the next process of this name can take it at once, and
-        disconnect. If the engine cannot be reached, the lease expires by itself."""
-        if self.link:
-            with contextlib.suppress(NameTaken, Malformed, OSError, ValueError):
-                lease = self.read_own_lease()
-                if lease:
-                    self.link.ask("DEL", self.lease_key)
-        self.disconnect()
-
-    def exchange(self, records, begins_log, has_webhooks):
-        """Write our changes, wait for CLUSTER_PACE_S, and read the changes of the other masters.
-        Return a list with a LogUpdate for each other master.
-
-        `records` are pairs of a ListedRow and whether the server is confirmed. `begins_log` is
-        True if the records are all our servers and begin a new log. `has_webhooks` says whether
-        this master has webhooks. Raise NameTaken if another process holds our name, Malformed if
-        our lease has ended, and what EngineLink raises."""
-        lease = self.read_own_lease()
-        held_lease = self.renewed_at is not None
-        if held_lease and not lease:
-            raise Malformed(self.why_lease_ended())
-        if begins_log:
-            self.logs_begun += 1
-            self.log_name = b"%s-%d" % (self.process_id, self.logs_begun)
-            self.log_records = 0
-        self.append_records(records)
-        if begins_log:
-            self.appended_bytes = 0         # the whole list does not count as changes
-        self.renew_lease(lease, has_webhooks)
-        time.sleep(CLUSTER_PACE_S)
-        return self.read_other_logs()
-
-    def read_own_lease(self):
-        """Return the value of our lease, or b"" if nobody holds it. Raise NameTaken if another
-        process holds it."""
-        lease = self.link.ask("GET", self.lease_key)
-        if lease and not lease.startswith(self.process_id):
+    def check_name(self, value):
+        if value and value[:len(self.process)] != self.process.encode():
             raise NameTaken("another master is called %s as well; change its [cluster] name"
                             % self.name)
-        return lease
 
-    def why_lease_ended(self):
-        """Return a text that says why our lease does not exist any more."""
-        held_up_s = time.monotonic() - self.renewed_at
-        if held_up_s >= CLUSTER_LEASE_S:
-            return "this master was held up for %d s, and its lease has ended" % held_up_s
-        return "this master's records have disappeared from Redis (restart, flush or eviction)"
+    def set_epoch(self, clock):
+        seconds, microseconds = texts(clock)
+        wall = float(seconds) + float(microseconds) / 1e6
+        if not 0 < wall < 1 << 32:          # the year 2106
+            raise Malformed("a time that is not possible")
+        self.epoch = wall - time.monotonic()
 
-    def append_records(self, records):
-        """Append records, as in exchange(), to our log, and have the log expire CLUSTER_LEASE_S
-        from now.
+    def exchange(self, changes, is_complete, has_webhooks, masters):
+        """Write changes, renew our name, and read from the states of other masters. Return a
+        Fetched for each that has a name, by name.
 
-        In the log a record is a JSON list: the columns of a ListedRow, and whether the server is
-        confirmed."""
-        log_key = self.full_key(self.log_name)
-        for start in range(0, len(records), CLUSTER_BATCH):
-            batch = []
-            for record, is_confirmed in records[start:start + CLUSTER_BATCH]:
-                batch.append(to_json((*record, is_confirmed)))
-            self.link.ask("RPUSH", log_key, *batch)
-            # If the link breaks now, the incomplete log must expire like any other
-            self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
-            self.appended_bytes += sum(map(len, batch))
-        self.log_records += len(records)
-        # The log must go on to exist even if there are no new records
-        self.link.ask("EXPIRE", log_key, CLUSTER_LEASE_S)
+        `changes` are pairs of a server's key and its record, None if it has left. `is_complete`
+        says whether all our servers are written with them. `masters` are the OtherMasters to read,
+        by name."""
+        yield from self.write(changes, is_complete, has_webhooks, time.monotonic())
+        fetched = yield from self.fetch(masters)
+        return fetched
 
-    def renew_lease(self, lease, has_webhooks):
-        """Write our lease, which then lasts for CLUSTER_LEASE_S.
+    def write(self, changes, is_complete, has_webhooks, now):
+        commands = self.write_changes(changes, now)
+        self.number += 1
+        score = self.number if is_complete else -self.number
+        commands_after = self.remove_left(now)      # the name has the new FLOOR before they go
+        value = "%s %d %d%s" % (
+            self.state, self.number, self.floor, " news" if has_webhooks else "")
+        # A name that may have expired is taken only if nobody has taken it meanwhile
+        options = [] if now < self.named_at + CLUSTER_NAME_S / 2 else ["NX"]
+        replies = yield [
+            *commands,
+            ("ZADD", self.key, "XX", "CH", score, "end"),
+            ("EXPIRE", self.key, CLUSTER_STATE_S),
+            ("GET", self.name_key),
+            ("SET", self.name_key, value, "EX", CLUSTER_NAME_S, *options),
+            *commands_after,
+            ("SADD", self.prefix, self.name),
+            ("EXPIRE", self.prefix, CLUSTER_STATE_S)]
+        has_moved, _, found, is_set = replies[len(commands):len(commands) + 4]
+        if has_moved != b"1":
+            raise Malformed("this master's records have disappeared from Redis (restart, flush or "
+                            "eviction)")
+        self.check_name(found)
+        if found and self.value and found != self.value.encode():
+            raise Malformed("Redis has gone back to what it had before")
+        if is_set:
+            self.value = value
+        if is_set or found:
+            self.named_at = now
 
-        `lease` is the present value of the lease, or b"" if it has yet to be taken. Others read the
-        log that the lease names, so the log must be complete. Raise NameTaken if another process
-        has just taken the lease, and Malformed if the engine does not store it for another
-        reason."""
-        value = self.log_name
-        if has_webhooks:
-            value += b" " + self.WEBHOOK_MARK
-        options = ["EX", CLUSTER_LEASE_S]
-        if not lease:
-            options.append("NX")            # only if nobody else has taken it in the meantime
-        if self.link.ask("SET", self.lease_key, value, *options) != b"OK":
-            self.read_own_lease()           # raises NameTaken if another process was faster
-            raise Malformed("the lease could not be taken")
-        self.renewed_at = time.monotonic()
-        self.link.ask("SADD", self.prefix, self.name)       # tells others to look for our lease
-
-    def read_other_logs(self):
-        """Return a LogUpdate for each other master that holds a lease.
-
-        Masters without a lease are removed from the engine's set of names."""
-        updates = []
-        # The next exchange gets a new dict, without the logs that are not in use any more
-        records_read = {}
-        for member in self.link.ask("SMEMBERS", self.prefix)[:CLUSTER_MASTERS]:
-            # A lease is the name of a log and, for a master with webhooks, a space and WEBHOOK_MARK
-            lease = self.link.ask("GET", self.full_key(member))
-            log_name, _, mark = lease.partition(b" ")
-            if not log_name:
-                self.link.ask("SREM", self.prefix, member)
-                continue
-            master = member.decode("ascii", "replace")
-            is_master_name = re.fullmatch(PLAIN_NAME, master)
-            if is_master_name and master != self.name:
-                has_webhooks = mark == self.WEBHOOK_MARK
-                update = self.read_log(master, log_name, has_webhooks, records_read)
-                updates.append(update)
-        self.records_read = records_read
-        return updates
-
-    def read_log(self, master, log_name, has_webhooks, records_read):
-        """Return a LogUpdate with the new records in the log of another master.
-
-        The number of records that have been read of the log so far is added to `records_read`."""
-        is_new_log = log_name not in self.records_read
-        already_read = self.records_read.get(log_name, 0)
-        records = self.read_new_records(log_name, already_read)
-        records_read[log_name] = already_read + len(records)
-        entries = [self.decode_record(master, record) for record in records]
-        return LogUpdate(master, has_webhooks, is_new_log, entries)
-
-    def read_new_records(self, log_name, already_read):
-        """Return the records of a log that follow the first `already_read` ones. Read at most
-        CLUSTER_BATCHES batches; the next exchange gets the others."""
-        log_key = self.full_key(log_name)
-        records = []
-        for _ in range(CLUSTER_BATCHES):
-            first = already_read + len(records)
-            last = first + CLUSTER_BATCH - 1
-            batch = self.link.ask("LRANGE", log_key, first, last)
-            records += batch
-            if len(batch) < CLUSTER_BATCH:
-                break
-        return records
-
-    def decode_record(self, master, record):
-        """Return the LogEntry for a record of another master's log. If the record is malformed or
-        our rules refuse it, log that and return UNREADABLE.
-
-        `master` is the other master's name, and `record` is JSON, as append_records() describes
-        it."""
-        column_count = len(ListedRow._fields)
-        try:
-            values = list(json.loads(record))
-            row = self.checked_row(read_row(values[:column_count]))
-            server = restored_server(row, time.monotonic(), time.time())
-        except (ValueError, TypeError, RecursionError, Malformed, Refused) as error:
-            log_failure(Malformed(error), self.tally, master, "cluster", record)
-            return UNREADABLE
-        if server is None:
-            return LogEntry(row.key, None)
-        server.master = master
-        server.confirmed = True             # a master of an older version sends no value for it
-        if len(values) > column_count:
-            server.confirmed = values[column_count] is not False
-        if server.lifetime == math.inf:
-            # Its master polls it or is connected to it. Once that master is silent, nobody does so
-            server.lifetime = RESTORED_S
-        return LogEntry(row.key, server)
+    def fetch(self, masters):
+        commands = []
+        limit = CLUSTER_BATCH // max(1, len(masters))
+        for other in masters.values():
+            commands.append(("ZRANGEBYSCORE", self.full_key(other.state), "(%d" % other.number,
+                             "+inf", "WITHSCORES", "LIMIT", 0, limit))
+        # The names are read after the states, because FLOOR has to be
+        name_keys = [self.full_key(name) for name in self.names]
+        replies = yield [
+            *commands,
+            ("MGET", self.name_key, *name_keys),
+            ("SMEMBERS", self.prefix),
+            ("MGET", self.name_key, *self.old_keys),
+            ("SMEMBERS", self.old_prefix),
+            ("TIME",)]
+        *read, values, members, old_values, old_members, clock = map(texts, replies)
+        self.set_epoch(clock)
+        portions = dict(zip(masters, read))
+        fetched = {}
+        absent = []
+        for name, value in zip(self.names, values[1:]):
+            match = MASTER_NAME_VALUE.fullmatch(value)
+            if match is None:
+                absent.append(name)
+            elif name != self.name:
+                state, number, floor, news = match.groups()
+                changes = ()
+                if name in portions:
+                    changes = self.read_portion(name, masters[name], portions[name], limit)
+                fetched[name] = Fetched(
+                    state.decode(), int(number), int(floor), news is not None, *changes)
+        if absent:
+            yield [("SREM", self.prefix, *absent)]
+        self.names = self.plain_names(members)
+        self.has_older = any(old_values[1:])
+        self.old_keys = [self.old_prefix + ":" + name for name in self.plain_names(old_members)]
+        return fetched
 
     @staticmethod
-    def checked_row(row):
-        """Return a ListedRow of another master with its address in the usual form. Raise ValueError
-        if the game's id or the address is malformed, or if a time is not finite."""
+    def plain_names(members):
+        names = map(decode_utf8, members)
+        return sorted(name for name in names if re.fullmatch(PLAIN_NAME, name))[:CLUSTER_MASTERS]
+
+    def write_changes(self, changes, now):
+        """Return the commands that write these changes, and remove what they replace."""
+        added: List[Any] = []           # numbers and records, in turns
+        commands = []
+        for key, record in changes:
+            if record is not None and len(record) > RECORD_BYTES:
+                self.tally.malformed += 1
+                record = None
+            last_number = self.numbers.pop(key, None)
+            if record is None and last_number is None:
+                continue                # nobody has heard of it
+            self.number += 1
+            self.numbers[key] = self.number
+            if record is None:
+                record = to_json(key)
+                self.left.append((self.number, key, now))
+            added += self.number, record
+            if last_number is not None:
+                commands.append(("ZREMRANGEBYSCORE", self.key, last_number, last_number))
+        if added:
+            # First, so that no reader misses a server between two of its records
+            commands.insert(0, ("ZADD", self.key, *added))
+        return commands
+
+    def remove_left(self, now):
+        """Return the commands that remove records of servers that have left long ago."""
+        commands = []
+        while self.left and now >= self.left[0][-1] + LEFT_S and len(commands) < CLUSTER_BATCH:
+            number, key, _ = self.left.popleft()
+            if self.numbers.get(key) == number:         # it has not been listed again
+                del self.numbers[key]
+                self.floor = number
+                commands.append(("ZREMRANGEBYSCORE", self.key, number, number))
+        return commands
+
+    def read_portion(self, name, other, portion, limit):
+        """Return the last three values of a Fetched. `portion` has records and their numbers, in
+        turns, at most `limit` of them."""
+        changes = []
+        number = other.number
+        members = portion[::2]
+        for member, score in zip(members, portion[1::2]):
+            try:
+                number = int(float(score))
+                if member != b"end":
+                    changes.append(read_record(member, name, self.epoch))
+            except (ValueError, OverflowError, Malformed) as error:
+                log_failure(Malformed(error), self.tally, name, "cluster", member)
+        is_last = members[-1:] == [b"end"] and len(members) < limit
+        return changes, number, is_last
+
+
+def texts(reply):
+    """Return a reply that has to be a list of texts, or raise Malformed."""
+    if not isinstance(reply, list) or not all(isinstance(text, bytes) for text in reply):
+        raise Malformed("a reply of another kind")
+    return reply
+
+
+def read_record(record, master, epoch):
+    """Return the key and the Server in a record of another master's state, None if it has left or
+    is refused here. `epoch` is the engine's. Raise Malformed."""
+    now = time.monotonic()
+    try:
+        values = list(json.loads(record, parse_int=read_integer))
+        if len(values) == 3:                    # it has left
+            values += 0.0, 0.0, 0.0, {}, True
+        *columns, is_confirmed = values
+        row = read_row(columns)
         if not re.fullmatch(PLAIN_NAME, row.game):
             raise ValueError("no id of a game")
         if not math.isfinite(row.expires + row.first_seen + row.last_seen):
             raise ValueError("a time that is not finite")
-        return row._replace(address=read_address(row.address))
+        row = row._replace(address=read_address(row.address))
+        server = restored_server(row, now, now + epoch)
+    except (ValueError, TypeError, RecursionError, Refused) as error:
+        raise Malformed(error) from None
+    if server is not None:
+        server.master = master
+        server.confirmed = is_confirmed is True
+        # If its master polls it or is connected to it, nobody does so once that master is silent
+        if server.lifetime == math.inf:
+            server.lifetime = RESTORED_S
+    return row.key, server
 
 
 HOST_NAME_CHARACTERS = 50           # a master's name has at most 64, 9 of them for "-" and a number
@@ -13227,141 +13221,207 @@ def entry_preference(server):
     return not server.found_at, server.last_seen
 
 
+class OtherMaster:
+    """What this master knows about another one.
+
+    servers      that it has heard, by key; of some the registry has another master's entry
+    state, number   up to where its state has been read
+    start        the number in use when the reading began: what had left before is of no interest
+    began_at     when that was
+    unseen       keys of servers that it had before, and that have not been met in this state
+    is_complete  whether the state has been read to its end; then the unseen servers have left
+    is_followed  whether all its changes have come at once since then; the first ones are old
+    sign         what its name said last, which changes as long as it lives
+    lacks_room   whether our list has had no room for a server of it
+    absent_s     for how long its name has been away, without the time without a link"""
+
+    state = ""
+    sign = "", 0
+    number = start = 0
+    absent_s = 0.0
+    began_at = -math.inf
+    is_complete = is_followed = has_webhooks = lacks_room = False
+
+    def __init__(self):
+        self.servers = {}
+        self.unseen = set()
+
+    def departed(self, most):
+        """Return the keys of up to so many servers that have left, or for which nobody vouches."""
+        keys: Iterable[Key] = ()
+        if self.is_complete and self.unseen:
+            keys = self.unseen
+        elif self.absent_s:
+            # They stay for as long as without a further announcement
+            keys = (key for key, server in self.servers.items()
+                    if server.lifetime <= self.absent_s)
+        return list(itertools.islice(keys, most))
+
+
 class Cluster:
-    """Shares this master's list with other masters, through MasterLogs.
+    """Shares this master's list with other masters, through Redis or Valkey.
 
     A thread makes the exchanges, one at a time, because they can block. Everything else is done in
     the event loop. Without a link each master serves the servers that it knows."""
 
     # The attributes of our own server that an entry of another master replaces, if that master has
-    # heard the server later. The other stored attributes say how this master knows the server, who
-    # may change it, whether the ini names it, and in which list it was found; each master decides
-    # these for itself.
+    # heard the server later. Each master decides the other stored attributes for itself
     TAKEN_OVER = STORED_FIELDS.keys() - {"source", "pinned", "found_at"}
 
-    linked_at = 0.0                             # when the link began to work; 0 without a link
+    link: Any = None                            # the EngineLink, None without a connection
+    linked_at = 0.0                             # when the link began to work; 0 without one
     # Since when another process has held this master's name; None if none does
     name_taken_since: Optional[float] = None
+    retry_s, _ = CLUSTER_RETRY_S                # the pause before the next connection
+    first_list: Iterator[Server] = iter(())     # what is to be written to a new state
+    is_complete = False                         # whether all that is written
+    is_behind = False                           # whether there is more to read or to drop at once
 
     def __init__(self, program):
-        """Join a MasterServer: its registry, its news and its protocols.
-
-        Then let the thread connect to the engine that the settings name."""
+        """Join a MasterServer: its registry, its news and its protocols."""
         settings = program.settings
         self.program = program
         self.registry = program.registry
+        self.engine = settings["cluster.redis"]
         self.name = settings["cluster.name"] or default_master_name(program.database)
         self.registry.master = self.name
         self.tally = program.tallies.setdefault("cluster", Tally())
-        self.logs = MasterLogs(settings["cluster.redis"], settings["cluster.prefix"], self.name,
-                               self.tally)
-        # Our servers that the next exchange has to send, by key; None for a server that has left
-        self.pending = {}
+        self.state = OwnState(settings["cluster.prefix"], self.name, self.tally)
+        # Keys of our servers that have changed or left, and are to be written. The values are None
+        self.pending: Dict[Key, None] = {}
+        self.masters: Dict[str, OtherMaster] = {}
         self.exchanged_at = time.monotonic()    # when the last exchange ended, or the start
-        self.masters_with_lease = {}            # has_webhooks of each other master, by name
-        # The servers of each other master, by master and then by key
-        self.remote_servers = collections.defaultdict(dict)
-        self.heard_at = {}                      # when each other master was last heard
-        self.without_room = {}                  # keys of remote servers that the list cannot hold
         self.thread = WorkerThread("cluster", program.post)
-        program.news.sends = self.sends_news
+        program.news.sender = self.news_sender
+        program.news.has_sent = self.has_sent_news
         program.news.follows = self.follows
         program.protocols.append(self)
         self.start_exchange(time.monotonic())
 
     def close(self):
-        """End the thread, and give up the lease.
+        """End the thread, and give up name and state, so that the next process of this name can
+        take it at once. If the thread does not end in time, it still uses the link."""
+        wait_s = ENGINE_ANSWER_S if self.link else 0.0
+        if self.thread.stop(wait_s) and self.link:
+            with contextlib.suppress(Malformed, OSError, ValueError):
+                if self.linked_at:
+                    self.link.ask("DEL", self.state.name_key, self.state.key)
+            self.link.close()
 
-        If the thread does not end within ENGINE_ANSWER_S, it still uses the link, so the lease is
-        left to expire."""
-        if self.thread.stop(ENGINE_ANSWER_S):
-            self.logs.close()
+    # In the thread
+
+    def connect(self):
+        # Masters that have lost the engine in one moment do not come back in one moment
+        time.sleep(self.retry_s * RANDOM.uniform(0.7, 1.3))
+        link = EngineLink(self.engine)
+        try:
+            self.drive(link, self.state.begin())
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def exchange(self, pause_s, *arguments):
+        time.sleep(pause_s)
+        return self.drive(self.link, self.state.exchange(*arguments))
+
+    @staticmethod
+    def drive(link, conversation):
+        """Drive a generator of OwnState to its end, and return what it returns."""
+        replies = None
+        while True:
+            try:
+                commands = conversation.send(replies)
+            except StopIteration as end:
+                return end.value
+            replies = link.ask_all(commands)
 
     # Exchanges
 
     def start_exchange(self, now):
-        """Let the thread exchange changes with the engine, or connect if there is no connection.
-
-        The result is passed to on_exchange_end()."""
-        if self.logs.link is None:
-            self.pending = {}                   # the first exchange will send the whole list
-            self.thread.submit(self.logs.connect, self.on_exchange_end)
+        """Let the thread connect, or exchange changes with the engine."""
+        if self.link is None:
+            self.thread.submit(self.connect, self.on_connected)
             return
-        begins_log = self.needs_new_log()
-        if begins_log:
-            self.pending = {server.key: server for server in self.registry.servers()
-                            if not server.master}
-        records = self.pending_records(epoch=time.time() - now)
-        # If the exchange fails, nothing is lost: the next link begins with the whole list
-        self.pending = {}
+        has_more = self.is_behind or not self.is_complete or len(self.pending) >= CLUSTER_BATCH
+        keys = list(itertools.islice(self.pending, CLUSTER_BATCH))
+        room = CLUSTER_BATCH - len(keys)
+        unwritten = list(itertools.islice(self.first_list, room))
+        self.is_complete |= len(unwritten) < room
+        keys += [server.key for server in unwritten if not server.master]
+        changes = []
+        for key in keys:
+            self.pending.pop(key, None)
+            server = self.registry.get(*key)
+            record = None
+            if server is not None and not server.master:
+                record = to_json((*listed_row(server, self.state.epoch), server.confirmed))
+            changes.append((key, record))
+        # If the exchange fails, nothing is lost: the next state has all servers
+        readable = {name: master for name, master in self.masters.items()
+                    if master.state and not master.absent_s}
         has_webhooks = bool(self.program.news.hooks)
-        exchange = functools.partial(self.logs.exchange, records, begins_log, has_webhooks)
-        self.thread.submit(exchange, self.on_exchange_end)
+        exchange = functools.partial(
+            self.exchange, 0.0 if has_more else CLUSTER_PACE_S, changes, self.is_complete,
+            has_webhooks, readable)
+        self.thread.submit(exchange, self.on_exchanged)
 
-    def needs_new_log(self):
-        """Must the next exchange begin a new log, because the link is new or the log is long?"""
-        if not self.linked_at:
-            return True
-        max_records = CLUSTER_LOG * (self.registry.total + CLUSTER_LOG_SERVERS)
-        return (self.logs.log_records > max_records
-                or self.logs.appended_bytes > CLUSTER_LOG_BYTES)
-
-    def pending_records(self, epoch):
-        """Return the servers in `pending` as records for MasterLogs.exchange().
-
-        `epoch` is the wall clock minus the monotonic clock, in seconds."""
-        records = []
-        for (game, address, port), server in self.pending.items():
-            if server is None:
-                # A record without fields says that the server has left
-                record = ListedRow(game, address, port, expires=0.0, first_seen=0.0,
-                                   last_seen=0.0, fields={})
-                is_confirmed = True
-            else:
-                record = listed_row(server, epoch)
-                is_confirmed = server.confirmed
-            records.append((record, is_confirmed))
-        return records
-
-    def on_exchange_end(self, result, now):
-        """Handle the result of connect() or exchange(), and start the next exchange.
-
-        `result` is None from connect(), a list of LogUpdates from exchange(), or the exception that
-        one of them has raised."""
+    def on_connected(self, result, now):
         if isinstance(result, Exception):
-            self.logs.disconnect()
-            self.linked_at = 0.0
-            self.report_broken_link(result, now)
-        elif result is not None:
-            self.report_working_link(now)
-            for update in result:
-                self.remember_update(update, now)
-            # The news are told of it before a master that was away counts as followed
-            self.program.tell_changes()
-            self.exchanged_at = now
-            self.masters_with_lease = {update.master: update.has_webhooks for update in result}
+            self.on_broken_link(result, now)
+        else:
+            self.link = result
+            self.pending.clear()
+            tables = [list(table.values()) for table in self.registry.games.values()]
+            self.first_list = itertools.chain(*tables)
+            self.is_complete = False
         self.start_exchange(now)
 
-    def report_broken_link(self, error, now):
-        """Report in the log and at /healthz why there is no link.
+    def on_exchanged(self, result, now):
+        """Apply what an exchange has brought, Fetcheds by name, and start the next one."""
+        if isinstance(result, Exception):
+            self.on_broken_link(result, now)
+        else:
+            self.on_working_link(now)
+            self.is_behind = False
+            for name, fetched in result.items():
+                self.take(self.masters.setdefault(name, OtherMaster()), fetched, now)
+            self.is_behind |= self.drop_departed(now)
+            # The news are told of it before a master that was away counts as followed
+            self.program.tell_changes()
+            absent_s = min(now - self.exchanged_at, CLUSTER_ABSENT_STEP_S)
+            for name, master in self.masters.items():
+                master.is_followed &= self.lives(name, now)
+                master.absent_s += absent_s
+                if name in result:
+                    self.note_sign(name, master, result[name], now)
+            self.exchanged_at = now
+        self.start_exchange(now)
 
-        NameTaken is reported only if it lasts longer than a lease, because the lease may belong to
-        an earlier process of this master that was killed."""
+    def on_broken_link(self, error, now):
+        """Disconnect, and report in the log and at /healthz why.
+
+        NameTaken is reported only if it lasts longer than a name, because the name may belong to an
+        earlier process of this master that was killed."""
+        if self.link:
+            self.link.close()
+        self.link = None
+        self.linked_at = 0.0
+        self.is_complete = False
+        self.retry_s = min(2 * self.retry_s, CLUSTER_RETRY_S[1])
         health = self.program.health
         if not isinstance(error, NameTaken):
             self.name_taken_since = None
             report(health, "cluster", ascii(error_text(error)))
-            return
-        if self.name_taken_since is None:
+        elif self.name_taken_since is None:
             self.name_taken_since = now
             health.pop("cluster", None)         # the engine replies again
-        elif now - self.name_taken_since >= CLUSTER_LEASE_S + CLUSTER_MARGIN_S:
+        elif now - self.name_taken_since >= CLUSTER_NAME_S + CLUSTER_MARGIN_S:
             report(health, "cluster", str(error))
 
-    def report_working_link(self, now):
-        """Note that an exchange has succeeded. If it is the first one on this connection, log that
-        and clear the trouble at /healthz."""
+    def on_working_link(self, now):
         self.name_taken_since = None
+        self.retry_s, _ = CLUSTER_RETRY_S
         if not self.linked_at:
             self.linked_at = now
             self.tally.connections += 1
@@ -13370,27 +13430,61 @@ class Cluster:
 
     # Other masters' servers
 
-    def remember_update(self, update, now):
-        """Apply the LogUpdate of another master to its servers, and to our list."""
-        self.heard_at[update.master] = now
-        servers = self.remote_servers[update.master]
-        changed_keys = [entry.key for entry in update.entries]
-        if update.is_new_log:
-            # A new log begins with all servers of its master. Those that it lacks have left
-            changed_keys += servers
-            servers.clear()
-        for key, server in update.entries:
-            servers.pop(key, None)
-            if server is not None and self.has_room_for_server():
-                servers[key] = server
-        without_duplicates = dict.fromkeys(changed_keys)
-        for key in without_duplicates:
+    def take(self, master, fetched, now):
+        """Apply the changes of another master to its servers and to our list, unless they are of
+        another state than its present one, or servers have left of which they do not tell."""
+        known_number = max(master.number, master.start)
+        if master.state != fetched.state or known_number < fetched.floor:
+            master.state = fetched.state
+            master.number = 0
+            master.start = fetched.number
+            master.unseen = set(master.servers)
+            master.is_complete = False
+            master.began_at = now
+            self.is_behind = True
+            return
+        for key, server in fetched.changes:
+            master.unseen.discard(key)
+            master.servers[key] = server
+            if server is None:
+                del master.servers[key]
             self.publish_entry(key)
+        master.number = fetched.last_number
+        if fetched.is_last and not master.is_complete:
+            master.is_complete = True
+            master.lacks_room &= not self.has_room()
+        if fetched.changes and not fetched.is_last:
+            self.is_behind = True
 
-    def has_room_for_server(self):
-        """Return whether another server may be remembered. All other masters share the limit."""
-        count = sum(map(len, self.remote_servers.values()))
-        return count < CLUSTER_SERVERS
+    def note_sign(self, name, master, fetched, now):
+        """Note what the name of another master says. It changes as long as the master lives."""
+        master.absent_s = 0.0
+        master.has_webhooks = fetched.has_webhooks
+        master.is_followed |= master.is_complete and fetched.is_last
+        sign = fetched.state, fetched.number
+        if sign != master.sign:
+            master.sign = sign
+            self.registry.heard_masters[name] = now
+
+    def drop_departed(self, now):
+        """Drop up to CLUSTER_BATCH servers of other masters that have left. Return whether there
+        may be more of them."""
+        room = CLUSTER_BATCH
+        for name, master in list(self.masters.items()):
+            keys = master.departed(room)
+            room -= len(keys)
+            for key in keys:
+                master.unseen.discard(key)
+                master.servers.pop(key, None)
+                self.publish_entry(key)
+            # What it may have sent is still asked for after its end
+            if not master.servers and not self.lives(name, now - CLUSTER_NAME_S):
+                del self.masters[name]
+                del self.registry.heard_masters[name]
+        return room == 0
+
+    def has_room(self):
+        return self.registry.total < self.registry.rules.max_servers
 
     def publish_entry(self, key):
         """Bring one server of our list up to date with what other masters know about it.
@@ -13401,32 +13495,36 @@ class Cluster:
         registry = self.registry
         server = registry.get(*key)
         remote = self.latest_remote_server(key)
-        self.without_room.pop(key, None)
         if remote is None:
             if server is not None and server.master:
                 registry.remove_any(server)
         elif server is None:
-            if registry.total < registry.rules.max_servers:
+            if self.has_room():
                 registry.insert(copy.copy(remote))
             else:
-                self.without_room[key] = None       # list_those_without_room() tries again
+                # tick() has its state read again when there is room
+                self.masters[remote.master].lacks_room = True
+                del self.masters[remote.master].servers[key]
         elif server.master:
-            self.copy_attributes(
-                remote, server, (*STORED_FIELDS, "room", "private", "confirmed", "master"))
+            names = (*STORED_FIELDS, "room", "private", "confirmed", "master")
+            registry.update(server, {name: getattr(remote, name) for name in names})
         elif server.found_at and not remote.found_at:
             # We have found the server in a list, but it has announced itself to the other master.
             # When ours is gone, on_registry_event() calls this method again
             registry.remove_own(server)
-        elif not self.own_entry_wins(server, remote):
-            self.copy_attributes(remote, server, self.TAKEN_OVER)
+        elif server.lifetime < math.inf and server.last_seen < remote.last_seen:
+            # The other master has heard it later. Without a lifetime, our own connection to the
+            # server or our polls decide
+            fields = {name: getattr(remote, name) for name in self.TAKEN_OVER}
             if server.room in ROOMS:
-                private = ROOMS[server.room].taken_over(server, remote)
-                registry.update(server, {"private": private})
+                fields["private"] = ROOMS[server.room].taken_over(server, remote)
+            registry.update(server, fields)
 
     def latest_remote_server(self, key):
         """Return the server with this key, as known to the other master that heard from it last.
         Return None if no other master knows it, or if our rules forbid listing it."""
-        candidates = [servers[key] for servers in self.remote_servers.values() if key in servers]
+        candidates = [master.servers[key] for master in self.masters.values()
+                      if key in master.servers]
         latest = max(candidates, key=entry_preference, default=None)
         if latest is None:
             return None
@@ -13438,129 +13536,82 @@ class Cluster:
             return None
         return latest
 
-    @staticmethod
-    def own_entry_wins(server, remote):
-        """Does our own entry of a server win against `remote`, the entry of another master?
-
-        It wins if we have heard the server later. It also wins if the server has no lifetime: then
-        our connection to the server, or our polls, decide when it leaves."""
-        if server.lifetime == math.inf:
-            return True
-        return server.last_seen >= remote.last_seen
-
-    def copy_attributes(self, remote, server, names):
-        fields = {}
-        for name in names:
-            fields[name] = getattr(remote, name)
-        self.registry.update(server, fields)
-
     def on_registry_event(self, event, server):
         """Mark a server of our own for the next exchange.
 
         `event` says whether it was "listed", has "changed" or is "gone"."""
-        if event == "gone":
+        if self.link:                           # a new state begins with all servers
             self.pending[server.key] = None
+        if event == "gone":
             self.publish_entry(server.key)      # another master may still know the server
-        else:
-            self.pending[server.key] = server
 
     # News
 
-    def current_masters(self, now):
-        """Return the other masters that held a lease at the last exchange: a dict of has_webhooks
-        by name. Return {} if that exchange ended CLUSTER_LEASE_S ago or earlier.
+    def lives(self, name, now):
+        """Has another master been heard within CLUSTER_NAME_S? Its own view of us is the same, so
+        one that has lost the link begins to send news when the others stop to rely on it."""
+        return now < self.registry.heard_masters.get(name, now) + CLUSTER_NAME_S
 
-        A master that loses the link thus begins to send news itself when its own lease expires,
-        which is when the other masters stop relying on it."""
-        if now >= self.exchanged_at + CLUSTER_LEASE_S:
-            return {}
-        return self.masters_with_lease
+    def news_sender(self, now):
+        """Return the name of the master that sends the news that are due now, "" for this one. Of
+        several masters with webhooks, the one whose name sorts first sends them."""
+        senders = [name for name, master in self.masters.items()
+                   if master.has_webhooks and self.lives(name, now)]
+        first = min(senders, default=self.name)
+        return first if first < self.name else ""
 
-    def sends_news(self, now):
-        """Must this master send the news? If several masters have webhooks, only the one whose name
-        sorts first sends them."""
-        for name, has_webhooks in self.current_masters(now).items():
-            if has_webhooks and name <= self.name:
-                return False
-        return True
+    def has_sent_news(self, sender, server, due_at, now):
+        """Has another master sent the message about a server that was due at a time? Return None
+        if it may do so yet. It may have been killed before it could."""
+        heard_at = self.registry.heard_masters.get(sender, -math.inf)
+        if heard_at >= due_at + NEWS_SENT_S:
+            return True
+        if now < heard_at + CLUSTER_NAME_S:
+            return None
+        return heard_at > due_at or server.master == sender
 
     def follows(self, server, now):
         """Has this master heard the server without a break, itself or through another master?"""
         if not server.master:
             return True
-        return server.master in self.current_masters(now)
+        return self.lives(server.master, now) and self.masters[server.master].is_followed
 
     # The event loop calls these two like those of a protocol
 
     def read(self, settings):
-        """Check all servers of other masters against the rules again, after the settings have
-        changed. The registry has the new rules already."""
-        for servers in self.remote_servers.values():
-            for key in servers:
-                self.publish_entry(key)
+        """Read the states of all masters again, because the rules may have changed."""
+        for master in self.masters.values():
+            master.state = ""
 
     def tick(self, now):
-        """Bring the servers of other masters, and the figures of /healthz, up to date.
-
-        This is called once a second. Servers of masters that have stopped are removed. Servers for
-        which the list has room now are added."""
-        self.expire_masters(now)
-        self.list_those_without_room()
-        server_counts = self.keep_remote_servers(now)
-        own_servers = server_counts[self.name]
+        """Bring the figures of /healthz up to date, once a second. See to it that servers for which
+        the list has room again come in, and that servers leave if the engine is away for long."""
+        lacks_room = False
+        for master in self.masters.values():
+            lacks_room |= master.lacks_room
+            if master.lacks_room and self.has_room() and now >= master.began_at + MINUTE:
+                master.state = ""
+            if now >= self.exchanged_at + HOUR:
+                master.absent_s += TICK_S
+        self.drop_departed(now)
+        troubles = {
+            "cluster list": lacks_room and "[limits] servers = %d leaves no room for some servers "
+                            "of the other masters" % self.registry.rules.max_servers,
+            "cluster version": self.state.has_older and "masters of an older version share a list "
+                               "of their own in this Redis; upgrade them"}
+        for where, trouble in troubles.items():
+            if trouble:
+                report(self.program.health, where, trouble)
+            else:
+                self.program.health.pop(where, None)
+        own_servers = self.registry.own.total + self.registry.found.total
+        counts = {name: len(master.servers) for name, master in sorted(self.masters.items())}
         self.program.cluster.update(
             connected=self.linked_at > 0,
-            servers=dict(server_counts),
+            servers={self.name: own_servers, **counts},
             lag_seconds=round(now - self.exchanged_at, 1),
-            # A new link has to send the whole list
-            pending=len(self.pending) if self.linked_at else own_servers,
+            pending=len(self.pending) if self.is_complete else own_servers,
             reconnects_total=max(0, self.tally.connections - 1))
-
-    def keep_remote_servers(self, now):
-        """Keep the servers of other masters from expiring as long as there is a link.
-
-        Return the number of listed servers that each master has heard, by the master's name."""
-        counts = collections.Counter({self.name: 0})
-        for servers in self.registry.games.values():
-            for server in servers.values():
-                counts[server.master or self.name] += 1
-                if server.master and self.linked_at:
-                    server.last_seen = now
-        return counts
-
-    def list_those_without_room(self):
-        """List the servers of `without_room`, as far as the list has room for them now. One call
-        lists at most CLUSTER_BATCH servers, which takes 20 ms."""
-        room = self.registry.rules.max_servers - self.registry.total
-        count = min(room, CLUSTER_BATCH)
-        if count > 0:
-            keys = list(self.without_room)[:count]
-            for key in keys:
-                self.publish_entry(key)
-
-    def expire_masters(self, now):
-        """Forget each server of a master that has been silent for longer than the server's
-        lifetime, and the master itself if it has no servers left."""
-        for master, servers in list(self.remote_servers.items()):
-            silent_since = self.silence_counts_from(master)
-            for key, server in list(servers.items()):
-                if silent_since + server.lifetime <= now:
-                    del servers[key]
-                    self.publish_entry(key)
-            if not servers:
-                del self.remote_servers[master]
-                del self.heard_at[master]
-
-    def silence_counts_from(self, master):
-        """Return the time from which this master's silence counts against it.
-
-        Without a link no master can be heard, so the servers of all masters stay for another
-        hour. With a link the engine may take ENGINE_ANSWER_S to pass a change on."""
-        heard_or_unreachable_until = max(
-            self.heard_at[master], self.linked_at, self.registry.silence_counts_from)
-        if self.linked_at:
-            return heard_or_unreachable_until + ENGINE_ANSWER_S
-        return heard_or_unreachable_until + HOUR
 
 
 # --- Conversations with other masters ------------------------------------------------------------
@@ -15004,8 +15055,10 @@ def serve(program, arguments):
     """Open the ports, log where the master listens, and run until it is stopped."""
     if hasattr(gc, "set_threshold"):            # PyPy's collector has none
         # By default Python looks for reference cycles after every 700 new objects (2,000 from 3.13
-        # on). Listed servers have no cycles, and with fewer searches they are listed 4 % faster
-        gc.set_threshold(10_000, 20, 20)
+        # on). Listed servers have no cycles, and with fewer searches they are listed 4 % faster.
+        # Every fifth search is one of up to 50,000 objects, which takes 15 ms. One of all objects
+        # would stop the loop for half a second with 100,000 servers, so it is rare
+        gc.set_threshold(10_000, 4, 1000)
     program.bind()
     if arguments.ready_file:
         # The poller's port is left out, because other programs only answer it
