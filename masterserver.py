@@ -3258,6 +3258,16 @@ class Private(NamedTuple):
     is_own: bool = False
 
 
+def read_names(names):
+    """Return the first 500 names of a list, such as those of players, cleaned and without
+    repetitions. Raise TypeError or AttributeError if it is not a list of texts."""
+    if not isinstance(names, list):
+        raise TypeError("not a list")
+    # Players' names have up to 20 characters, names of Luanti's mods rarely 30
+    cleaned_names = [clean(name, 32) for name in names[:500]]
+    return list(dict.fromkeys(cleaned_names))
+
+
 def is_ipv4(server):
     """Can a list for players with four bytes an address have this server?"""
     return server.responding and ":" not in server.address
@@ -3359,6 +3369,24 @@ def received_until(is_complete, question=b"", most_bytes=LIST_BYTES, wait_s=LIST
 
 def received_until_closed(question, most_bytes=LIST_BYTES, wait_s=LIST_S):
     return received_until(lambda data: False, question, most_bytes, wait_s)
+
+
+def replies(data, wait_s, is_accepted, state=""):
+    """Send data to a master, as a part of a conversation by TCP, and wait so long for replies.
+
+    is_accepted(received) says whether the master confirms that it lists us, and raises
+    MasterRefused if it does not. Return the last replies. `state` is as in Send."""
+    received = b""
+    data = yield Send(data, wait_s, state=state)
+    while data is not None:
+        if not data:
+            raise ConnectionError("the master has closed the connection")
+        received = (received + data)[-4096:]        # no game's replies have more than 200 bytes
+        step = Send()
+        if is_accepted(received):
+            step = Send(state="announced", accepted=True)
+        data = yield step
+    return received
 
 
 # A value in a list in JSON may have this length. The longest entries are DDNet's, with 32 kB
@@ -3717,11 +3745,16 @@ def json_number(low, high):
 class MessageSession(Session):
     """A TCP connection with messages.
 
-    A room's session overrides size(), which says how long the first message in the buffer is, and
-    message(), which answers it. `idle_s` is how long the peer may be silent."""
+    A room's session overrides message(), which answers the first message in the buffer, and size(),
+    which says how long it is, unless each message ends with `message_end`. `idle_s` is how long the
+    peer may be silent."""
 
+    message_end = b""
     message_bytes = 8192                # a longer message is malformed
+    messages_a_minute = math.inf        # more of them are malformed, too
     idle_s = 0.0
+    # Since the end of the last minute of this connection
+    minute_ends, messages = -math.inf, 0
 
     def __init__(self, room, address, now):
         self.room = room
@@ -3736,7 +3769,10 @@ class MessageSession(Session):
         """Return the bytes of the first message in the buffer, or None if that is not known yet.
 
         Raise Malformed if there is no such message."""
-        raise NotImplementedError
+        message, end, _ = self.buffer.partition(self.message_end)
+        if not end:
+            return None
+        return len(message) + len(end)
 
     def message(self, message, now):
         raise NotImplementedError
@@ -3755,6 +3791,11 @@ class MessageSession(Session):
             message, self.buffer = self.buffer[:size], self.buffer[size:]
             if not self.rules.message_limiter.allow(self.address, now):
                 raise Malformed("too many messages from one address")
+            if now >= self.minute_ends:
+                self.minute_ends, self.messages = now + MINUTE, 0
+            self.messages += 1
+            if self.messages > self.messages_a_minute:
+                raise Malformed("more than %d messages in a minute" % self.messages_a_minute)
             answer = self.message(message, now)
             self.message_began = now
             if answer:
@@ -3931,6 +3972,11 @@ class Poller(UdpProtocol):
         self.end_poll(target)
         target.due = now
 
+    def poll_once(self, target, now):
+        """Begin a new poll of a target that may have left. If it is missed, the server leaves."""
+        self.poll_now(target, now)
+        target.missed = MISSED_POLLS_LIMIT - 1
+
     @staticmethod
     def end_poll(target):
         target.asked_at = target.step = None
@@ -4081,6 +4127,9 @@ class PolledGame(Game):
     answer_bytes = MAX_DATAGRAM_BYTES - 1
     # For how long an answer lists a server. None: as long as its last announcement says
     answer_lifetime_s: Optional[float] = math.inf
+    # Whether its servers stay listed while their connections last (ServerSession), and are polled
+    # at the end of these
+    is_kept_by_connection = False
 
     def __init__(self, program=None):
         # The address of each host that the ini names, "" if the host has none
@@ -4143,6 +4192,9 @@ class PolledGame(Game):
         if self.ipv4_list and ":" in source:
             raise Refused("bad packet", "%s's list has room for IPv4 addresses only; "
                                         "this came from %s" % (self.title, source))
+        highest_port = MAX_PORT - self.offset
+        if port > highest_port:
+            raise Refused("bad packet", "%s lists ports up to %d only" % (self.title, highest_port))
         target = self.poller.find(self, source, port)
         self.check_newcomer(source, port, fields.get("name"), target)
         server = target and self.listed_server(target)
@@ -4414,6 +4466,53 @@ class PolledGame(Game):
         if target.why != FOUND:
             self.registry.record_outcome(
                 target.address, self.game, target.port, outcome, now, detail)
+
+
+class ServerSession(MessageSession):
+    """A connection of a client, or of a game server that announces itself and is then polled.
+
+    A game server is told once whether it is listed. Its connection may stay open for as long as it
+    is. A subclass calls announced(), and writes told()."""
+
+    lifetime_s = 0.0                    # for how long an announcement lists a server
+    port = 0                            # the one that has been announced; 0 if it is wrong
+    is_waiting = False                  # it has not been told yet
+
+    def told(self, outcome, reason):
+        """Return what a game server is told. `outcome` is a key of OUTCOMES (section 9)."""
+        raise NotImplementedError
+
+    def announced(self, port, now):
+        self.port = port
+        self.is_waiting = True
+        try:
+            self.room.query_announced(self.address, port, NO_DETAILS, now, self.lifetime_s)
+        except Refused as refused:
+            self.registry.record_outcome(
+                self.address, self.game, port, refused.outcome, now, str(refused))
+
+    def target(self):
+        room = self.room
+        return room.poller.find(room, self.address, self.port)
+
+    def tick(self, now):
+        last = self.registry.outcome(self.address, self.game, self.port)
+        is_known = last is not None and last.outcome != "announced"
+        if self.is_waiting and is_known:
+            self.is_waiting = False
+            return self.told(last.outcome, last.detail)
+        target = self.target()
+        if target is None or not self.room.has_listed(target):
+            return super().tick(now)
+        if self.room.is_kept_by_connection:
+            server = self.room.listed_server(target)
+            self.registry.confirm(server, now)
+        return b""
+
+    def closed(self, now):
+        target = self.target()
+        if target is not None and self.room.is_kept_by_connection:
+            self.room.poller.poll_once(target, now)
 
 
 # --- Iceball -------------------------------------------------------------------------------------
@@ -5477,8 +5576,6 @@ class SubSpace(PolledGame, UdpProtocol):
         self.poller.poll_now(target, now)
 
     def announced(self, source, port, fields, now):
-        if port > MAX_ZONE_PORT:
-            raise Refused("bad packet", "SubSpace lists ports up to %d only" % MAX_ZONE_PORT)
         owned = zone_owned_by(ZONE_HTTP_PORT, ZONE_PASSWORD)
         announcement = {"name": "", **fields, "private": owned}
         address = self.rules.listed_address(source)
@@ -6747,20 +6844,9 @@ class Aio(PolledGame, TcpProtocol):
         keepalive = b""
         state = ""
         while True:
-            received = b""
             # Deployed servers send a keepalive every 20 to 40 s, and the master answers each
-            data = yield Send(keepalive + dialect.publication(server), 30.0, state=state)
-            while data is not None:
-                if not data:
-                    raise ConnectionError("the master has closed the connection")
-                received = (received + data)[-4096:]    # the answers have some 40 bytes
-                reason = dialect.refusal(received)
-                if reason:
-                    raise MasterRefused(reason)
-                step = Send()
-                if dialect.confirmation in received:
-                    step = Send(state="announced", accepted=True)
-                data = yield step
+            publication = keepalive + dialect.publication(server)
+            received = yield from replies(publication, 30.0, self.is_accepted, state)
             if not received:
                 raise ConnectionError("the master has fallen silent")
             keepalive = dialect.keepalive
@@ -6768,6 +6854,13 @@ class Aio(PolledGame, TcpProtocol):
             if dialect.confirmation not in received:
                 state = ("the master does not confirm it; has it banned this address, refused the "
                          "name, or run out of room?")
+
+    def is_accepted(self, received):
+        dialect = self.spoken()
+        reason = dialect.refusal(received)
+        if reason:
+            raise MasterRefused(reason)
+        return dialect.confirmation in received
 
     @property
     def answer(self):
@@ -7142,9 +7235,7 @@ class Quake3(PolledGame, UdpProtocol):
             is_last_poll = target.missed == MISSED_POLLS_LIMIT - 1
             if is_last_poll and (target.asked_at is not None or target.due <= now):
                 return []
-            self.poller.poll_now(target, now)
-            # The heartbeat may have been a farewell, so a single missed poll removes the server
-            target.missed = MISSED_POLLS_LIMIT - 1
+            self.poller.poll_once(target, now)      # the heartbeat may have been a farewell
         else:
             self.check_newcomer(source, port, None, target)
             self.registry.record_unproven(source, self.game, port, "announced", now)
@@ -7324,18 +7415,9 @@ def read_luanti_address(text):
     return text
 
 
-def read_luanti_names(names):
-    """Return the first 500 names of a list, cleaned and without repetitions. Few servers have 500
-    mods."""
-    if not isinstance(names, list):
-        raise TypeError("not a list")
-    # Players' names have up to 20 characters, names of mods rarely 30
-    return list(dict.fromkeys(clean(name, 32) for name in names[:500]))
-
-
 LUANTI_TEXT = functools.partial(clean, max_characters=TEXT_CHARACTERS), "a text"
 LUANTI_WORD = clean, "a text"
-LUANTI_NAMES = read_luanti_names, "a list of texts"
+LUANTI_NAMES = read_names, "a list of texts"
 LUANTI_FLAG = read_flag, "true or false"
 LUANTI_COUNT = number_reader(0, 10**15), "a number, 0 or more"
 LUANTI_FRACTION = number_reader(0, 10**6, float), "a number, 0 or more"
@@ -15428,8 +15510,8 @@ commands, each with a --help of its own:
 
     "announce": Command(command_announce, """\
 Announce a game server to one or several masters, in its game's own protocol, until told to stop.
-Start the game server first: where masters query the game server itself (SubSpace, Hyperbol, framed
-AIO), they are answered here if that UDP port is free.""", (
+Start the game server first: where masters query the game server itself, they are answered here if
+that UDP port is free.""", (
         option("--game", required=True, metavar="|".join(ANNOUNCED_GAMES) + "|NAME",
                help="any other NAME that the masters list is announced by HTTP"),
         option("--port", required=True, type=int, help="where players find the game server"),
