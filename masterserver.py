@@ -25,6 +25,7 @@ only what stands above it:
     Quake III, its family    UDP 27950                                class Quake3
     Luanti (Minetest)        HTTP POST /announce, probed by UDP       class Luanti
     DDNet, Teeworlds         HTTP POST /ddnet/15/register             class Ddnet
+    Sauerbraten, Red Eclipse TCP 28787, 28800, servers polled by UDP  Sauerbraten, RedEclipse
     any other game           HTTP POST /announce                      post_announce in section 9
     news to webhooks         HTTP POST to them                        News in section 11
     lists of other masters   by each game's protocol                  Upstreams in section 11
@@ -8303,6 +8304,341 @@ def read_ddnet_entry(entry):
     return json_entry(server, "players", "max_players")
 
 
+# --- Cube 2: Sauerbraten and Red Eclipse ---------------------------------------------------------
+
+CUBE2_QUESTION = Form("<B I", "kind nonce", kind=0x81)
+# A number is one signed byte or, after a first byte of these, 2 or 4 bytes
+CUBE2_NUMBERS = {0x80: struct.Struct("<Bh"), 0x81: struct.Struct("<Bi")}
+CUBE2_SMALL_NUMBER = struct.Struct("<b")
+CUBE2_CHARACTERS = (                # by their codes
+    "\0ÀÁÂÃÄÅÆÇ\t\n\v\f\rÈÉÊËÌÍÎÏÑÒÓÔÕÖØÙÚÛ" + bytes(range(32, 127)).decode()
+    + "ÜÝßàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿĄąĆćČčĎďĘęĚěĞğİıŁłŃńŇňŐőŒœŘřŚśŞşŠšŤťŮůŰűŸŹźŻżŽž"
+    "ЄБГДЖЗИЙЛПУФЦЧШЩЪЫЬЭЮЯбвгджзийклмнптфцчшщъыьэюяєҐґ")
+CUBE2_CODES: Any = codecs.charmap_build(CUBE2_CHARACTERS)       # type: ignore[attr-defined]
+CUBE2_COLOUR = re.compile(r"\f(?:\[[^]]*\]|.?)")
+CUBE2_MASTER_MODES = {-1: "auth", 0: "open", 1: "veto", 2: "locked", 3: "private", 4: "password"}
+CUBE2_ENTRY = re.compile(rb"addserver ([0-9.]{7,15}) ([0-9]{1,5})\b(.{0,600})")
+CUBE2_QUOTED = re.compile(rb'"((?:[^"^]|\^.)*)"')
+
+
+def cube2_number(number):
+    if -127 < number < 128:
+        return CUBE2_SMALL_NUMBER.pack(number)
+    kind = 0x80 if -0x8000 <= number < 0x8000 else 0x81
+    return CUBE2_NUMBERS[kind].pack(kind, number)
+
+
+def read_cube2_numbers(data):
+    numbers: List[int] = []
+    at = 0
+    while at < len(data):
+        form = CUBE2_NUMBERS.get(data[at], CUBE2_SMALL_NUMBER)
+        if at + form.size > len(data):
+            raise Malformed("the last number is incomplete")
+        *_, number = form.unpack_from(data, at)
+        numbers.append(number)
+        at += form.size
+    return numbers
+
+
+def cube2_bytes(text):
+    encoded, _ = codecs.charmap_encode(text, "replace", CUBE2_CODES)
+    return encoded
+
+
+def cube2_text(raw):
+    """Decode a text without its colours, and clean it."""
+    text, _ = codecs.charmap_decode(raw, "replace", CUBE2_CHARACTERS)
+    uncoloured = CUBE2_COLOUR.sub("", text)
+    return clean(uncoloured)
+
+
+def cube2_escaped(text):
+    text = text.replace("^", "^^")
+    return text.replace('"', '^"')
+
+
+class Sauerbraten(PolledGame, TcpProtocol):
+    r"""Cube 2's protocol in the dialect of Sauerbraten. A game server announces itself by TCP, is
+    queried by UDP at the port after its own, and is told whether it is listed. Captured from
+    Debian's cube2-server; what its clients send follows the sources.
+
+        > regserv 28785\n           < succreg\ncleargbans\n, or failreg REASON\n; once an hour
+        > reqauth ID NAME\n, confauth ID …\n        < failauth ID\n
+        > reqserverauth NAME\n      < failserverauth\n
+        > list\n                    < addserver 203.0.113.7 28785\n … 00, then it is closed
+        < 81 nonce.u32
+        > 81 nonce.u32 00 05 800401 03 805802 10 00 "reissen" 00 "My server" 00
+                                    players, how many numbers follow, these, and texts. A text has
+                                    a number for each character, and 0; \f begins a colour in it
+    """
+
+    game = "sauerbraten"
+    title = "Sauerbraten"
+    settings = (Setting("sauerbraten.port", "28787", read_port,
+                        "TCP port for servers and players.", live=False),)
+    ports = (Port("tcp"),)
+    master_port = 28787
+    contact = Contact("Sauerbraten servers, in server-init.cfg",
+                      'mastername "%(host)s"; masterport %(port)d')
+    ipv4_only = ipv4_list = True
+    speaks_first = False
+    announced_over = fetched_over = "tcp"
+    offset = 1
+    answer_lifetime_s = None            # its last announcement says how long it stays
+    # An answer: how many numbers it may have, and the names of the first ones and of the texts
+    counts: Tuple[int, ...] = 5, 7
+    numbers = "protocol mode seconds_left max_players master_mode".split()
+    texts = "map description".split()
+    version = "%(protocol)d"
+    modes = dict(enumerate((
+        "demo, ffa, coop edit, teamplay, instagib, insta team, efficiency, effic team, tactics, "
+        "tac team, capture, regen capture, ctf, insta ctf, protect, insta protect, hold, "
+        "insta hold, effic ctf, effic protect, effic hold, collect, insta collect, "
+        "effic collect").split(", "), -1))
+    own_numbers = {"protocol": 260}     # of a server that `announce` announces
+    # What a game server sends, and what it is told
+    server_line = "regserv %(port)d\n"
+    accepted, refused = "succreg\ncleargbans\n", "failreg %(reason)s\n"
+    answers = {"reqauth": "failauth %(id)s\n", "confauth": "failauth %(id)s\n",
+               "reqserverauth": "failserverauth\n"}
+    otherwise = ""
+
+    def session(self, address, now):
+        return Cube2Session(self, address, now)
+
+    def question(self, target):
+        return CUBE2_QUESTION.write(nonce=target.nonce)
+
+    def read_answer(self, target, data):
+        question = self.question(target)
+        if not data.startswith(question):
+            raise Malformed("not an answer to the open query")
+        body = data[len(question):]
+        numbers = iter(read_cube2_numbers(body))
+        players = clamp(next(numbers, 0))
+        count = clamp(next(numbers, 0))
+        following = list(itertools.islice(numbers, count))
+        characters = bytes(number & 255 for number in numbers)
+        *raw_texts, unended = characters.split(b"\0")
+        is_whole = not unended and len(raw_texts) >= len(self.texts)
+        if count not in self.counts or not is_whole:
+            raise Malformed("not the numbers and texts of a server of %s" % self.title)
+        most_texts = len(self.texts) + min(players, 255)
+        texts = [cube2_text(raw) for raw in raw_texts[:most_texts]]
+        names = texts[len(self.texts):]
+        info: Dict[str, Any] = {"players": players, "player_names": read_names(names)}
+        info.update(zip(self.numbers, following))
+        info.update(zip(self.texts, texts))
+        return self.attributes(info)
+
+    def attributes(self, info):
+        """Return the attributes of Server in an answer, whose numbers and texts `info` has."""
+        mode = info["mode"]
+        master_mode = info["master_mode"]
+        return {
+            "name": info["description"],
+            "mode": self.modes.get(mode, str(mode)),
+            "map": info["map"],
+            "version": self.version % info,
+            "players": info["players"],
+            "max_players": clamp(info["max_players"]),
+            "details": {
+                "master_mode": CUBE2_MASTER_MODES.get(master_mode, str(master_mode)),
+                "seconds_left": str(info["seconds_left"]),
+            },
+        }
+
+    def lists(self):
+        return {
+            "list": ServerList(self.entry, is_ipv4, self.joined),
+        }
+
+    @staticmethod
+    def entry(server):
+        line = "addserver %s %d\n" % (server.address, server.port)
+        return line.encode()
+
+    @staticmethod
+    def joined(entries, now):
+        return b"".join(entries) + b"\0"
+
+    def answer(self, server, data):
+        """Answer a query for a server that does not do it itself. Raise Malformed."""
+        if data[:1] in (b"", b"\0"):
+            raise Malformed("a query begins with a number that is not 0")
+        info = {
+            **self.own_numbers,
+            "max_players": server.max_players,
+            "map": server.map,
+            "description": server.name,
+        }
+        for number, mode in self.modes.items():
+            if mode == server.mode:
+                info["mode"] = number
+        answer = data + cube2_number(server.players)
+        answer += cube2_number(len(self.numbers))
+        for name in self.numbers:
+            answer += cube2_number(info.get(name, 0))
+        for name in self.texts:
+            answer += cube2_bytes(info.get(name, "")) + b"\0"
+        return answer
+
+    def announce(self, server):
+        while True:
+            name = cube2_escaped(server.name)
+            line = self.server_line % {"port": server.port, "name": name}
+            yield from replies(cube2_bytes(line), HOUR, self.is_accepted)
+
+    @staticmethod
+    def is_accepted(received):
+        *lines, _ = received.split(b"\n")
+        for line in lines:
+            word, _, text = line.partition(b" ")
+            if word == b"failreg" or b"not listed" in text or b"not be listed" in text:
+                raise MasterRefused(cube2_text(text), RETRY_MAX_S)
+            if word == b"succreg" or b"is now listed" in text:
+                return True
+        return False
+
+    def fetch(self):
+        data = yield from received_until_closed(b"list\n", 128 * LIST_SERVERS)
+        entries = CUBE2_ENTRY.finditer(data)
+        first_entries = itertools.islice(entries, LIST_SERVERS)
+        return map(self.read_entry, first_entries)
+
+    @staticmethod
+    def read_entry(entry):
+        address, port, following = entry.groups()
+        server = {"address": address.decode(), "port": int(port)}
+        name = CUBE2_QUOTED.search(following)
+        if name:
+            escaped, = name.groups()
+            unescaped = re.sub(rb"\^([^f])", rb"\1", escaped)
+            server["name"] = cube2_text(unescaped.replace(b"^f", b"\f"))
+        return server
+
+
+class RedEclipse(Sauerbraten):
+    r"""Cube 2's protocol in the dialect of Red Eclipse, captured from its server and master 1.6.0.
+
+        > server 28801 * 160 "" 1 ""\n              < echo "server is now listed"\n
+        > update\n          < setversion 160 230\n, the highest of all listed servers, and the list
+        > list\n            < clearservers\naddserver 203.0.113.7 28801 0 "NAME" "" "" "BRANCH"\n …
+        > 81 nonce.u32 00 0f 80e600 03 00 805802 20 00 808613 00 01 06 00 02 40 00 00
+          "futuresport" 00 00 00                    map, name, branch, and the players' names
+
+    The connection stays open. If it ends, the server leaves unless it answers a query at once; it
+    comes back at the next full minute."""
+
+    game = "redeclipse"
+    title = "Red Eclipse"
+    settings = (Setting("redeclipse.port", "28800", read_port,
+                        "TCP port for servers and players.", live=False),)
+    master_port = 28800
+    contact = Contact("Red Eclipse servers, in servinit.cfg",
+                      'servertype 2; servermaster "%(host)s"; servermasterport %(port)d')
+    private = {
+        "version_number": Private(160, json_number(0, PLAYERS_MAX)),
+        "protocol": Private(230, json_number(0, PLAYERS_MAX)),
+        "player_names": Private((), read_names),
+    }
+    is_kept_by_connection = True
+    counts = (15,)
+    numbers = ("protocol mode mutators seconds_left max_players master_mode variables mods major "
+               "minor patch platform bits state state_seconds_left").split()
+    texts = "map description branch".split()
+    version = "%(major)d.%(minor)d.%(patch)d"
+    modes = dict(enumerate((
+        "demo, editing, deathmatch, capture the flag, defend the flag, bomber-ball, "
+        "race").split(", ")))
+    own_numbers = {"protocol": 230, "major": 1, "minor": 6}
+    server_line = 'server %(port)d * 160 "%(name)s" 1 ""\n'
+    accepted = 'echo "server is now listed"\n'
+    refused = 'echo "server is not listed: %(reason)s"\n'
+    otherwise = 'error "unknown command %(command)s"\n'
+
+    def attributes(self, info):
+        major, minor, patch = info["major"], info["minor"], info["patch"]
+        version_number = 100 * major + 10 * minor + patch
+        fields = super().attributes(info)
+        fields["details"]["branch"] = info["branch"]
+        fields["private"] = {
+            "version_number": clamp(version_number),
+            "protocol": clamp(info["protocol"]),
+            "player_names": info["player_names"],
+        }
+        return fields
+
+    def player_names(self, server):
+        return server.private["player_names"]
+
+    def lists(self):
+        return {
+            "list": ServerList(self.entry, is_ipv4, self.joined),
+            "update": ServerList(self.entry, is_ipv4, self.update),
+            "version": ServerList(self.entry, is_ipv4, self.versions),
+        }
+
+    @staticmethod
+    def entry(server):
+        name = cube2_escaped(server.name)
+        branch = cube2_escaped(server.details.get("branch", ""))
+        line = 'addserver %s %d %d "%s" "" "" "%s"\n' % (
+            server.address, server.port, server.priority, name, branch)
+        private = server.private
+        versions = private["version_number"], private["protocol"]
+        return versions, cube2_bytes(line)
+
+    @staticmethod
+    def joined(entries, now):
+        lines = [line for _, line in entries]
+        return b"clearservers\n" + b"".join(lines)
+
+    @staticmethod
+    def versions(entries, now):
+        versions = [versions for versions, _ in entries]
+        highest = max(versions, default=(160, 230))
+        return b"setversion %d %d\n" % highest
+
+    def update(self, entries, now):
+        versions = self.versions(entries, now)
+        return versions + self.joined(entries, now)
+
+
+class Cube2Session(ServerSession):
+    """The connection of a game server or a player."""
+
+    message_end = b"\n"
+    message_bytes = 512
+    messages_a_minute = 32
+    idle_s = 60.0
+    lifetime_s = 4500.0
+
+    def message(self, message, now):
+        text = decode_legacy(message, self.message_bytes)
+        command, *words = text.split() or [""]
+        word, *_ = words or [""]
+        if self.room.server_line.startswith(command + " "):
+            port = re.fullmatch("[0-9]{1,5}", word) and int(word)
+            self.announced(port or 0, now)
+        elif command in self.room.rendered_lists:
+            self.done = True
+            return self.rendered(command, now)
+        elif command:
+            answer = self.room.answers.get(command, self.room.otherwise)
+            values = {"command": cube2_escaped(command), "id": word}
+            return cube2_bytes(answer % values)
+        return b""
+
+    def told(self, outcome, reason):
+        answer = self.room.refused
+        if outcome == "listed":
+            answer = self.room.accepted
+        values = {"reason": cube2_escaped(reason)}
+        return cube2_bytes(answer % values)
+
+
 # ================================================================================================
 # 8  Pages
 #
@@ -11411,7 +11747,8 @@ def news_message(message_format, server, titles, settings, entry):
 # write its room in section 7 and name it here; README.md shows how.
 # ================================================================================================
 
-GAMES: Tuple[Any, ...] = (Iceball, Hyperbol, SubSpace, Aio, Quake3, Luanti, Ddnet)
+GAMES: Tuple[Any, ...] = (
+    Iceball, Hyperbol, SubSpace, Aio, Quake3, Luanti, Ddnet, Sauerbraten, RedEclipse)
 
 # All settings, in the order of the ini
 SETTINGS.update((setting.name, setting) for setting in (
