@@ -6495,16 +6495,16 @@ class EveryGame(unittest.TestCase):
 
     @in_each(WORLDS)
     def test_refused(self, make):
-        """A ban, a name, a full list: it is not listed, and /check says why."""
+        """A ban, a name, a full list or a full source: it is not listed, and /check says why."""
         name = make.listed["name"]
-        for outcome, settings in (
-                ("banned", {"bans__203.0.113.0/24": "cheats"}),
-                ("name", {"server__refuse_names": re.escape(name)}),
-                ("limit", {"limits__servers": "1"})):
+        for outcome, settings, other in (
+                ("banned", {"bans__203.0.113.0/24": "cheats"}, "198.51.100.1"),
+                ("name", {"server__refuse_names": re.escape(name)}, "198.51.100.1"),
+                ("limit", {"limits__servers": "1"}, "198.51.100.1"),
+                ("limit", {"limits__servers_per_source": "1"}, "203.0.113.9")):
             world = make(**settings)
             if outcome == "limit":
-                world.registry.list_or_refresh(
-                    ("mygame", "198.51.100.1", 5), "198.51.100.1", 0.0, 1e6, {})
+                world.registry.list_or_refresh(("mygame", other, 5), other, 0.0, 1e6, {})
             for _ in range(3):
                 world.announce()
                 world.run(2)
@@ -11631,6 +11631,13 @@ class HostNamesTest(unittest.TestCase):
         self.answer(OSError("no such host"))
         self.assertEqual(self.answers[-1], ("none.example", ""))
         self.assertEqual((self.jobs, self.names.waiters, self.names.shares.counts), ([], {}, {}))
+
+    def test_sources_take_turns(self) -> None:
+        for host, number in (
+                ("slow.example", 0), ("a.example", 1), ("b.example", 1), ("c.example", 2)):
+            self.ask(host, "192.0.2.%d" % number)
+        order = [self.answer("") for _ in range(4)]
+        self.assertEqual(order, ["slow.example", "a.example", "c.example", "b.example"])
 
     def test_a_source_and_a_network_have_few_at_a_time(self) -> None:
         """Those that are taken, one that is refused then, and one of somebody else."""
