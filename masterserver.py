@@ -1152,9 +1152,12 @@ MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-# A look-up passes so many values, in 0.13 ms. To find the country of a city takes 60. In a damaged
-# file, where values can lie within each other, they never end
+# A search for a member passes so many values, in 0.13 ms. To find the country of a city takes 60. In
+# a damaged file, where values can lie within each other, they never end
 MMDB_VALUES = 200
+# Where files have the country: MaxMind's and DB-IP's, and those of @ip-location-db
+MMDB_COUNTRIES = (b"country", b"iso_code"), (b"country_code",)
+MMDB_NODES_TRIED = 1000         # to know whether a file has countries; at the worst in half a second
 
 
 class MmdbSection:
@@ -1305,22 +1308,37 @@ class CountryFile:
             place = self.walk(0, address_number(address), 128)
         else:
             return ""
-        if place <= self.node_count:            # it leads nowhere
-            return ""
-        position = place - self.node_count - MMDB_SEPARATOR_BYTES
-        return self.country_at(position)
+        return self.country_at_place(place)
 
     def read_country(self, position):
         try:
             if position < 0:
                 raise Malformed("a place between the tree and the data")
-            code = self.records.find(position, b"country", b"iso_code")
+            for names in MMDB_COUNTRIES:
+                code = self.records.find(position, *names)
+                if code:
+                    break
         except Malformed as error:
             self.trouble = str(error)
             return ""
         if not re.fullmatch(rb"[A-Z]{2}", code):
             return ""
         return code.decode().lower()
+
+    def has_countries(self):
+        """Return whether any address has a country, among those of MMDB_NODES_TRIED nodes that lie
+        evenly in the tree."""
+        step = max(1, self.node_count // MMDB_NODES_TRIED)
+        for node in range(0, self.node_count, step):
+            for bit in 0, 1:
+                if self.country_at_place(self.walk(node, bit, 1)):
+                    return True
+        return False
+
+    def country_at_place(self, place):
+        if place <= self.node_count:            # it leads nowhere
+            return ""
+        return self.country_at(place - self.node_count - MMDB_SEPARATOR_BYTES)
 
     def walk(self, node, number, bits):
         """Return the record at which the path ends that begins at this node, and goes on by the
@@ -13062,8 +13080,13 @@ def load_country_file(settings):
     it cannot be read. The file is read into memory: were it mapped, the program would crash when
     somebody copies a new file over it."""
     with setting_file(settings, "http.countries") as path:
-        # One with all cities has 60 MB
-        return CountryFile(read_file(path, 200 << 20)) if path else None
+        if not path:
+            return None
+        country_file = CountryFile(read_file(path, 200 << 20))      # one with all cities has 60 MB
+        if not country_file.has_countries():
+            trouble = country_file.trouble or "it is of the type " + country_file.type
+            raise Malformed("no address in it has a country; " + trouble)
+        return country_file
 
 
 def country_file_text(country_file):

@@ -9625,6 +9625,29 @@ class CountryFileTest(unittest.TestCase):
             file = mmdb_file({"203.0.113.0/24": record_at}, data + code + name + inner + record)
             self.assertEqual(ms.CountryFile(file).country("203.0.113.9"), "de", size)
 
+    def test_where_the_country_stands(self):
+        """And whether any address has one, in files with few countries, many and none."""
+        for record, country in (
+                ({"country": {"iso_code": "DE"}}, "de"),            # MaxMind, DB-IP
+                ({"country_code": "NL"}, "nl"),                     # @ip-location-db
+                ({"city": "Bonn", "country_code": "DE", "state1": ""}, "de"),
+                ({"country": {"iso_code": ""}, "country_code": "FR"}, "fr"),
+                ({"country_code": "", "x": 1}, ""), ({"country_code": "DEU"}, ""),
+                ({"autonomous_system_number": 64500}, "")):
+            file = ms.CountryFile(mmdb_file({"203.0.113.0/24": 0}, mmdb_value(record)))
+            self.assertEqual((file.country("203.0.113.9"), file.has_countries()),
+                             (country, country != ""), record)
+
+    def test_the_look_for_countries_is_bounded(self):
+        networks = {"10.%d.%d.0/24" % divmod(number, 256): "DE" for number in range(4000)}
+        for code, most in ("DE", 8), ("-", 2 * ms.MMDB_NODES_TRIED + 4):
+            file = ms.CountryFile(simple_country_file(dict.fromkeys(networks, code)))
+            self.assertGreater(file.node_count, 3 * ms.MMDB_NODES_TRIED)
+            with mock.patch.object(file, "read_country", side_effect=file.read_country) as read:
+                file.country_at = read
+                self.assertEqual(file.has_countries(), code == "DE")
+            self.assertLessEqual(read.call_count, most)
+
     def test_files_that_are_none(self):
         right = simple_country_file(self.NETWORKS)
         for raw, words in (
@@ -9685,7 +9708,7 @@ class CountryFileTest(unittest.TestCase):
         country = mmdb_value({"country": {"iso_code": "DE"}})[1:]
         far = mmdb_value({"y": [1] * 500})
         for data, country_code, heads in (
-                (mmdb_value({"a": mmdb_pointer(0, 1), "b": mmdb_pointer(0, 1)}), "", 7),
+                (mmdb_value({"a": mmdb_pointer(0, 1), "b": mmdb_pointer(0, 1)}), "", 14),
                 (mmdb_value({str(name): name for name in range(900)}), "", 201),
                 (mmdb_head(7, 41) + b"".join(
                     mmdb_value("x") + mmdb_pointer(300, 1) for _ in range(40)) + country
@@ -9923,7 +9946,10 @@ class CountryFileOfTheProgram(unittest.TestCase):
         for setting in {**NO_PORTS, "http.countries": self.path}.items():
             options += ["--set", "%s=%s" % setting]
         for raw, status, words in (
-                (simple_country_file({}), 0, "[http] countries: Test-Country of 2026-07-01\n"),
+                (simple_country_file({"203.0.113.0/24": "DE"}), 0,
+                 "[http] countries: Test-Country of 2026-07-01\n"),
+                (simple_country_file({}, database_type="ASN"), 2,
+                 "no address in it has a country; it is of the type ASN"),
                 (b"nonsense", 2, "this is not an MMDB file")):
             self.write(raw)
             result, out, err = command("--check", *options)
@@ -9938,13 +9964,17 @@ class CountryFileOfTheProgram(unittest.TestCase):
             ("aio", "203.0.113.9", 1), "203.0.113.9", 0.0, 1e9, {"name": "S"})
         changes_of(server.registry)
         no_trouble = ""
+        damaged = mmdb_pointer(0, 1)            # to itself
         for now, (raw, country, line, trouble) in enumerate((
                 (simple_country_file({"203.0.113.0/24": "NL"}), "nl", "countries read", no_trouble),
                 (b"nonsense", "nl", "the old file stays in use: .* not an MMDB file", "old file"),
-                (mmdb_file({"203.0.113.0/24": 0}, mmdb_head(7, 5)), "", "is damaged: a value",
-                 "the file is damaged: a value"),
+                (mmdb_file({"203.0.113.0/24": 0, "192.0.2.0/24": len(damaged)},
+                           damaged + mmdb_value({"country_code": "BR"})), "",
+                 "is damaged: too many", "the file is damaged: too many"),
                 (simple_country_file({"203.0.113.0/24": "PL"}), "pl", "countries read",
-                 no_trouble))):
+                 no_trouble),
+                (mmdb_file({"203.0.113.0/24": 0}, mmdb_value({"asn": 5})), "pl",
+                 "old file stays in use: .* no address in it has a country", "of the type Test-"))):
             self.write(raw)
             with self.assertLogs("masterserver") as logged:
                 for later in 10, 11, 20, 21:
