@@ -3304,16 +3304,44 @@ class Route(NamedTuple):
     of_any_game: bool = False                   # whether ?game= and other filters may follow
 
 
+class MasterPlace(NamedTuple):
+    """Where game servers reach a master."""
+
+    host: str                           # its name or address
+    url: str                            # of its page; "" if it has none
+
+
 class Contact(NamedTuple):
-    """A line that somebody who runs a game server can copy, to have the server listed here.
+    """What somebody who runs a game server pastes, to have the server listed here."""
 
-    It belongs in the settings of the game server, or is a command to run beside it."""
+    where: str                          # where the block belongs: the beginning of a sentence
+    block: str                          # a %-template with the values in filled(); several lines
+    opens: str                          # what the firewall of the game server has to let in
+    title: str = ""                     # of the games, if they are not all of the room
+    games: Tuple[str, ...] = ()         # their ids, likewise; the first names the block
 
-    reader: str                         # whom the line is for, and the file in which it belongs
-    line: str                           # a %-template with the values host, port, game and page
+    def filled(self, room, port, place):
+        """Return the Contact with its block for a MasterPlace and the port of the game there."""
+        is_secure = place.url.startswith("https:")
+        block = self.block % {
+            "host": place.host,
+            "port": port,
+            "endpoint": endpoint_text(place.host, port),
+            "url": place.url,
+            # `announce` takes a master's page as HOST:PORT or as https://HOST
+            "page": place.url if is_secure else place.url.partition("//")[2],
+            "insecure": "" if is_secure else "\nhttp_allow_insecure 1",
+            "game": room.game}
+        return self._replace(block=block, title=self.title or room.title,
+                             games=self.games or (room.game,))
 
 
-ANNOUNCE_COMMAND = "python3 masterserver.py announce --game %(game)s --port PORT %(page)s"
+ANNOUNCE_COMMAND = """\
+python3 masterserver.py announce \\
+    --game %(game)s \\
+    --port PORT \\
+    --name "My server" \\
+    %(page)s"""
 
 
 class Send(NamedTuple):
@@ -3528,7 +3556,7 @@ class Game:
     ports: Tuple[Port, ...] = ()
     switch = ""                                 # the setting that switches the game on and off
     master_port = 27790                         # the usual port of its masters
-    contact: Optional[Contact] = None
+    contacts: Tuple[Contact, ...] = ()
     private: Mapping[str, Private] = {}
     routes: Mapping[str, Route] = {}            # by path; GET and HEAD
     # The name of a method by "GET" or "POST" and path. It gets the HttpRequest, and returns
@@ -3595,6 +3623,10 @@ class Game:
     # Pages
 
     play_link = ""                              # a %-template with the address and port
+    # How else players join a server, and what they enter for that: a %-template with the values
+    # address, port and endpoint
+    join_words = "In the game, enter the address"
+    join_line = "%(endpoint)s"
 
     def mode_text(self, server):
         """Return the name that players use for a server's mode, such as "tournament"."""
@@ -4693,10 +4725,13 @@ class Iceball(Game, UdpProtocol):
                 live=False),
     )
     ports = (Port("udp"),)
-    contact = Contact("Iceball servers, in svsave/pub/server.json",
-                      '"heartbeat_send": true, "heartbeat": [["%(host)s", %(port)d]]')
+    contacts = (Contact(
+        "In svsave/pub/server.json, in place of the same settings",
+        '"heartbeat_send": true,\n"heartbeat": [["%(host)s", %(port)d]]',
+        "UDP 20737"),)
     routes = {"/master.json": Route("master.json", JSON_TYPE)}
     play_link = "iceball://%s"
+    join_words = join_line = ""
     announced_over = "udp"
     fetched_over = "http"
     # A game server that is started again sends the same from another port
@@ -5199,7 +5234,10 @@ class Hyperbol(PolledGame, TcpProtocol):
     )
     ports = (Port("tcp"),)
     master_port = 20203
-    contact = Contact("Hyperbol servers", ANNOUNCE_COMMAND)
+    contacts = (Contact(
+        "Hyperbol's servers do not announce themselves; run this beside yours",
+        ANNOUNCE_COMMAND.replace("PORT", "27888"),
+        "UDP 27888"),)
     private = {"flavor": Private(HYPERBOL_UNOFFICIAL, json_number(0, 255))}
     json_fields = {"flavor": HYPERBOL_UNOFFICIAL}
     routes = {"/servers.xml": Route("servers.xml", XML_TYPE, of_any_game=True)}
@@ -5459,7 +5497,10 @@ class SubSpace(PolledGame, UdpProtocol):
     )
     ports = (Port("udp", 0, lambda room: SubSpaceList(room)), Port("udp", 1))
     master_port = 4990
-    contact = Contact("SubSpace zones (asss)", "Directory:Server1 = %(host)s, port %(port)d")
+    contacts = (Contact(
+        "For asss, in conf/global.conf",
+        "[Directory]\nServer1 = %(host)s\nPort = %(port)d",
+        "the zone's UDP port and the next one"),)
     private = {"zone_owner": Private({}, read_zone_owner, is_own=True)}
     ipv4_list = True
     announced_by_http = True
@@ -6744,7 +6785,10 @@ class Aio(PolledGame, TcpProtocol):
     )
     ports = (Port("tcp"),)
     master_port = 27011
-    contact = Contact("AIO servers", "master server %(host)s, port %(port)d")
+    contacts = (Contact(
+        "In the settings of the game server, as its master server: host and port",
+        "%(host)s\n%(port)d",
+        "its UDP port"),)
     announced_over = fetched_over = "tcp"
     dialects = "text", "framed"
     answer_lifetime_s = None            # the connection decides when a server leaves
@@ -7176,8 +7220,26 @@ class Quake3(PolledGame, UdpProtocol):
     )
     ports = (Port("udp"),)
     master_port = 27950
-    contact = Contact("Quake III and OpenArena servers; sv_masterextra1 for Xonotic and Nexuiz",
-                      'set sv_master1 "%(host)s:%(port)d"')
+    # Only `dedicated 2`, which a server takes on its command line alone, lets it announce itself.
+    # The first master is the game's own, which Debian's openarena-server sets itself
+    contacts = (
+        Contact(
+            "Start the server so (Quake III: ioq3ded and another map)",
+            "openarena-server \\\n"
+            "    +set dedicated 2 \\\n"
+            "    +set sv_master2 %(endpoint)s \\\n"
+            "    +map oa_dm1",
+            "UDP 27960",
+            "OpenArena and Quake III",
+            ("openarena", "quake3arena", "wolfmp", "et", "quake3")),
+        Contact(
+            "In server.cfg",
+            'sv_public 1\nsv_masterextra1 "%(endpoint)s"',
+            "UDP 26000",
+            "Xonotic and Nexuiz",
+            ("xonotic", "nexuiz", "quake3")))
+    join_words = "Open the game's console (Shift+Esc or ~) and enter"
+    join_line = "connect %(endpoint)s"
     announced_over = ""
     fetched_over = "udp"
     # Both words stand in a label of /metrics, which has no quotes and no backslashes
@@ -7569,8 +7631,12 @@ class Luanti(PolledGame):
                 "300."),
     )
     switch = "luanti.enabled"
-    contact = Contact("Luanti servers, in minetest.conf",
-                      "server_announce = true, and serverlist_url = http://%(page)s")
+    contacts = (Contact(
+        "In minetest.conf",
+        "server_announce = true\nserverlist_url = %(url)s",
+        "UDP 30000"),)
+    join_words = "In Luanti, choose Join Game and enter its address and port, or run"
+    join_line = "luanti --address %(address)s --port %(port)d --go"
     private = {"luanti_announcement": Private(NO_DETAILS, read_luanti_fields)}
     routes = {"/list": Route("list", JSON_TYPE)}
     requests = {"GET /geoip": "geoip"}
@@ -8033,9 +8099,13 @@ class Ddnet(Game):
                 live=False),
     )
     switch = "ddnet.enabled"
-    contact = Contact("DDNet servers, in autoexec_server.cfg",
-                      "sv_register 1; sv_register_url http://%(page)s" + DDNET_REGISTER
-                      + "; http_allow_insecure 1")
+    contacts = (Contact(
+        "For DDNet and other Teeworlds, in autoexec_server.cfg",
+        "sv_register 1\nsv_register_url %(url)s" + DDNET_REGISTER + "%(insecure)s",
+        "UDP 8303"),)
+    play_link = "ddnet://%s"
+    join_words = "or press F1 in the game and enter"
+    join_line = "connect %(endpoint)s"
     # The second is a dict of DdnetAddress objects by address, which change without a change of the
     # list. That of other masters' servers is empty
     private = {"ddnet_registration": Private(None, read_ddnet_registration),
@@ -8397,8 +8467,12 @@ class Sauerbraten(PolledGame, TcpProtocol):
                         "TCP port for servers and players.", live=False),)
     ports = (Port("tcp"),)
     master_port = 28787
-    contact = Contact("Sauerbraten servers, in server-init.cfg",
-                      'mastername "%(host)s"; masterport %(port)d')
+    contacts = (Contact(
+        "In server-init.cfg",
+        'mastername "%(host)s"\nmasterport %(port)d',
+        "UDP 28785 and 28786"),)
+    join_words = "In the game, enter"
+    join_line = "/connect %(address)s %(port)d"
     ipv4_only = ipv4_list = True
     speaks_first = False
     announced_over = fetched_over = "tcp"
@@ -8554,8 +8628,10 @@ class RedEclipse(Sauerbraten):
     settings = (Setting("redeclipse.port", "28800", read_port,
                         "TCP port for servers and players.", live=False),)
     master_port = 28800
-    contact = Contact("Red Eclipse servers, in servinit.cfg",
-                      'servertype 2; servermaster "%(host)s"; servermasterport %(port)d')
+    contacts = (Contact(
+        "In servinit.cfg",
+        'servertype 2\nservermaster "%(host)s"\nservermasterport %(port)d',
+        "UDP 28801 and 28802"),)
     private = {
         "version_number": Private(160, json_number(0, PLAYERS_MAX)),
         "protocol": Private(230, json_number(0, PLAYERS_MAX)),
@@ -8687,7 +8763,8 @@ $head</head>
 <header class="list">
 <div><h1>$title</h1>
 $intro</div>
-$totals</header>
+$totals<nav class="links" aria-label="Site"><a href="/add">Add your server</a></nav>
+</header>
 <main>
 <div class="bar">
 $tabs$search</div>
@@ -8702,7 +8779,8 @@ PAGE = """\
 <head>
 $head</head>
 <body>
-<header><a class="home" href="/">$title</a></header>
+<header class="row"><a class="home" href="/">$title</a>
+<nav class="links" aria-label="Site"><a href="/add">Add your server</a></nav></header>
 <main>
 <p id="status" role="status"></p>
 $main</main>
@@ -8726,7 +8804,8 @@ $link<link rel="icon" href="/icon.svg" type="image/svg+xml">
 
 FOOT = """\
 <footer>
-<nav aria-label="More"><a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
+<nav aria-label="More"><a href="/add">Add your server</a>
+<a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
 <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
 </footer>
 """
@@ -8761,10 +8840,32 @@ EMPTY = """\
 <section class="empty">
 <h2>No servers yet</h2>
 <p>The first game server to announce itself appears here.</p>
-$hint
+<div class="blocks">$blocks</div>
+<p><a class="play" href="$add">Add your server</a></p>
 <p>Is this your master? Name other masters in its settings, as [upstream] masters:<br>
 the servers in their lists that answer appear here.</p>
 </section>
+"""
+
+ADD_PAGE = """\
+<h1>Add your server</h1>
+<p class="lead">Paste your game's lines and restart it. It is in the list a minute later. If not,
+<a href="/check">ask why</a>.</p>
+$choice<div class="blocks">
+$blocks</div>
+"""
+
+BLOCK = """\
+<section id="add-$game">
+<h2>$title</h2>
+<p>$where:</p>
+<pre><code>$block</code></pre>
+<p>Open $opens in the firewall and the router.</p>
+</section>
+"""
+
+JOIN = """\
+<p class="join">$play<span>$words</span> $line</p>
 """
 
 # The explanations of Server.verified
@@ -8780,7 +8881,7 @@ SERVER_PAGE = """\
 <div id="state" data-live>
 <h1><bdi>$name</bdi> $badges</h1>
 <p class="lead">$lead</p>
-$play</div>
+$join</div>
 $history<section>
 <h2>Details</h2>
 <dl id="facts" data-live>
@@ -9179,6 +9280,25 @@ dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .error { padding: 3rem 0; }
 .error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
+
+/* Links to other pages, the blocks of /add, and how to join a server */
+header.row { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1.75rem; }
+.links { display: flex; flex-wrap: wrap; gap: .25rem 1.75rem; font-size: .875rem; }
+.links a { color: var(--soft); text-decoration: none; }
+.links a:hover { color: var(--accent); text-decoration: underline; }
+.blocks {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr));
+  gap: 2rem 3rem; margin-top: 1.5rem;
+}
+.lead + .tabs { margin-top: 1rem; }
+.blocks section { min-width: 0; margin: 0; scroll-margin-top: 1rem; }
+.blocks p { color: var(--soft); font-size: .875rem; }
+.blocks pre { position: relative; margin: .25rem 0 .5rem; padding-right: 2.5rem; }
+.blocks .copy { position: absolute; right: .5rem; top: .75rem; }
+.join { margin-top: 1rem; }
+.join .play { margin: 0 .75rem 0 0; }
+.join span { color: var(--soft); }
+.join code { margin-left: .25rem; overflow-wrap: anywhere; }
 
 /* In a chart, text keeps its size at every width. Only the curves are stretched */
 figure { margin: .75rem 0 0; }
@@ -9860,7 +9980,7 @@ def render_table(list_filter, total, rows, has_countries, contacts):
     """Return the table with these rows, the first of `total` servers that pass a ListFilter.
 
     Without rows, the line above it says that the search has found nothing, or hints below it say
-    how to get servers into the list: the `contacts`, as from contact_lines()."""
+    how to get servers into the list, with the blocks of `contacts`."""
     status = empty = ""
     classes = []
     if list_filter.game:
@@ -9880,12 +10000,8 @@ def render_table(list_filter, total, rows, has_countries, contacts):
         # The hints are left out of a page that has servers. Hiding them by the style sheet would
         # not do, because text browsers show hidden elements too
         state += " hidden"
-        hints = []
-        for game, reader, line in contacts:
-            if list_filter.game in ("", game):
-                hints.append(fill_template('<p>$reader</p>\n<pre><code>$line</code></pre>\n',
-                                           reader=reader, line=line))
-        empty = fill_template(EMPTY, hint=hints)
+        add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
+        empty = fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
     return fill_template(
         TABLE,
         status=status,
@@ -9973,7 +10089,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
     name = server.name or address
     link = server_link(server)
     room = context.rooms.get(server.room, PLAIN_GAME)
-    badges = play = players_chart = ""
+    badges = join = players_chart = ""
     if is_listed:
         texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
         pieces = []
@@ -9984,9 +10100,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
         players = count_text(server.players, "player")
         about = " · ".join(filter(None, [players, *texts]))
         badges = render_badges(server)
-        if room.play_link:
-            play = fill_template('<p><a class="play" href="$link">Play</a></p>\n',
-                                 link=room.play_link % address)
+        join = render_join(room, server)
     else:
         seen = time_tag(server.last_seen, wall)
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
@@ -10009,7 +10123,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
         name=name,
         badges=badges,
         lead=lead,
-        play=play,
+        join=join,
         history=players_chart,
         link=link,
         image=server_link(server, "/banner.svg"),
@@ -10064,6 +10178,51 @@ def server_facts(context, server, is_listed, history, wall):
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
+
+
+def render_join(room, server):
+    """Return how players join a server: a link, and what they can enter instead."""
+    endpoint = endpoint_text(server.address, server.port)
+    play = line = ""
+    if room.play_link:
+        play = fill_template('<a class="play" href="$link">Play</a>',
+                             link=room.play_link % endpoint)
+    if room.join_line:
+        text = room.join_line % {
+            "address": server.address, "port": server.port, "endpoint": endpoint}
+        line = fill_template("<code>$text</code>", text=text)
+    return fill_template(JOIN, play=play, words=room.join_words, line=line)
+
+
+# --- The page that says how servers are added ----------------------------------------------------
+
+def render_blocks(contacts):
+    """Return the blocks to paste of these filled Contacts, each below the title of its games."""
+    blocks = []
+    for contact in contacts:
+        game, *_ = contact.games
+        blocks.append(fill_template(
+            BLOCK,
+            game=game,
+            title=contact.title,
+            where=contact.where,
+            block=contact.block,
+            opens=contact.opens))
+    return blocks
+
+
+def render_add_page(context, contacts, is_chosen):
+    """Return the page with the blocks of `contacts`, all of them or those of a chosen game."""
+    links = []
+    for contact in contacts:
+        game, *_ = contact.games
+        links.append(fill_template('<a href="#add-$game">$title</a>\n',
+                                   game=game, title=contact.title))
+    if is_chosen:
+        links = [Html('<a href="/add">All games</a>\n')]
+    choice = fill_template('<nav class="tabs" aria-label="Games">$links</nav>\n', links=links)
+    main = fill_template(ADD_PAGE, choice=choice, blocks=render_blocks(contacts))
+    return render_page(context, "Add your server", path="/add", main=main)
 
 
 # --- The page for checks --------------------------------------------------------------------------
@@ -11021,32 +11180,68 @@ def get_servers_json(web, request):
 
 # --- Pages ---------------------------------------------------------------------------------------
 
-def contact_lines(rooms, listeners, host, settings):
-    """Return the Contacts of the games that can be announced here, as (game, reader, line).
-
-    `listeners` are the open listeners of this master, `host` is its name or address."""
+def contact_blocks(program, place):
+    """Return the Contacts of the games that can be announced here, filled for a MasterPlace."""
+    settings = program.settings
     ports = {}
-    page = ""
-    for listener in listeners:
+    for listener in program.listeners:
         # If a protocol has several ports, the last one takes announcements
         ports[listener.protocol] = listener.port
-        if listener.protocol == "http" and not page:        # the first port has the page
-            page = endpoint_text(host, listener.port)
-    contacts = {}
-    for game, room in rooms.items():
+    rooms = []
+    for game, room in program.rooms.items():
         # A room without ports of its own is announced by HTTP
-        is_open = ports.get(game) if room.ports else room.is_on(settings)
-        if room.contact and is_open:
-            contacts[game] = room.contact
-    for game, title in settings["games"].items():
-        contacts[game] = Contact(title + " servers", ANNOUNCE_COMMAND)
-    lines = []
-    for game, (reader, template) in contacts.items():
-        needs_page = "%(page)s" in template
-        if page or not needs_page:
-            line = template % {"host": host, "port": ports.get(game), "game": game, "page": page}
-            lines.append((game, reader, line))
-    return lines
+        if ports.get(game) if room.ports else room.is_on(settings):
+            rooms.append(room)
+    rooms += [OwnGame(None, game, title) for game, title in settings["games"].items()]
+    contacts = []
+    for room in rooms:
+        for contact in room.contacts:
+            if place.url or not re.search(r"%\((url|page)\)", contact.block):
+                port = ports.get(room.game, room.master_port)
+                contacts.append(contact.filled(room, port, place))
+    return contacts
+
+
+def page_url(program, host):
+    """Return the URL of this master's page at a host, by HTTPS if a port is open for that.
+
+    Return "" if no port is open for pages."""
+    if program.settings["http.url"]:
+        return program.settings["http.url"]
+    urls = {}
+    for protocol, usual_port in WEB_PORTS.items():
+        for listener in program.listeners:
+            if listener.protocol == protocol and protocol not in urls:     # the first has the page
+                endpoint = endpoint_text(host, listener.port)
+                if listener.port == usual_port:
+                    endpoint = endpoint.rpartition(":")[0]
+                urls[protocol] = "%s://%s" % (protocol, endpoint)
+    return urls.get("https") or urls.get("http", "")
+
+
+# A host name or an address, and perhaps a port
+HOST_FIELD = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
+
+
+def place_for(web, request):
+    """Return the MasterPlace of this master by the name under which the client has reached it."""
+    field = HOST_FIELD.fullmatch(request.header("Host"))
+    host = field["host"].strip("[]") if field else "THIS-HOST"
+    url = page_url(web.program, host)
+    if field and not url.startswith("https:"):
+        # A proxy may have another port
+        url = "%s://%s" % (request.scheme, request.header("Host"))
+    named_host = urllib.parse.urlsplit(web.settings["http.url"]).hostname
+    return MasterPlace(web.settings["server.public_address"] or named_host or host, url)
+
+
+def get_add(web, request):
+    """Return the page with the blocks for game servers; with ?game= that of one game."""
+    game = request.query.get("game", "")
+    contacts = contact_blocks(web.program, place_for(web, request))
+    chosen = [contact for contact in contacts if game in contact.games]
+    page = render_add_page(web.look, chosen or contacts, bool(chosen))
+    return HttpResponse(page, HTML_TYPE)
 
 
 def day_total(hourly_players, games):
@@ -11072,6 +11267,7 @@ def get_page(web, request):
     list_filter = query_filter(web, request)
     game = list_filter.game
     look = web.look
+    contacts = []
 
     def render(servers, now):
         counts = {}
@@ -11081,8 +11277,6 @@ def get_page(web, request):
         day = ()
         if list_filter == ListFilter(game):     # the result of a search has no history
             day = day_total(web.hourly_players, [game] if game else counts)
-        host = web.settings["server.public_address"] or "THIS-HOST"
-        contacts = contact_lines(web.rooms, web.program.listeners, host, web.settings)
         countries = web.registry.count_countries(game)
         rows = render_rows(
             look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, now + web.epoch)
@@ -11098,6 +11292,11 @@ def get_page(web, request):
             search=render_search(list_filter, countries),
             table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
 
+    if game and list_filter == ListFilter(game) and not web.registry.games.get(game):
+        # The blocks name the host as the client does, so this page is for no other client
+        contacts += [contact for contact in contact_blocks(web.program, place_for(web, request))
+                     if game in contact.games]
+        return HttpResponse(render([], request.now), HTML_TYPE)
     return web.list_response(request, list_filter, HTML_TYPE, render)
 
 
@@ -11244,8 +11443,12 @@ class OwnGame(Game):
 
     Its servers announce themselves by POST /announce, and are listed at once."""
 
-    def __init__(self, program, game):
+    contacts = (Contact(
+        "Run this beside the game server, with its port", ANNOUNCE_COMMAND, "the game's port"),)
+
+    def __init__(self, program, game, title=""):
         self.game = game
+        self.title = title
         super().__init__(program)
 
     def announced(self, source, port, fields, now):
@@ -11694,6 +11897,7 @@ ROUTES = {
     "/index.html": WebRoute(GET, get_page),
     "/server": WebRoute(GET, get_server),
     "/banner.svg": WebRoute(GET, get_banner),
+    "/add": WebRoute(GET, get_add),
     "/check": WebRoute(GET, get_check),
     "/style.css": WebRoute(
         GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
@@ -15069,9 +15273,14 @@ class Announcement:
                  **fields: Any) -> None:
         """Check the arguments. Nothing is announced before start() or run() is called."""
         check_is_file(players_from)
+        if isinstance(masters, str):
+            masters = [masters]
+        if not masters:
+            raise ValueError("expected a master")
+        for room in GAMES:
+            if game in (room.game, *room.titles) and not room.announced_over:
+                raise ValueError(announces_itself(room, game, masters))
         self.room = ROOMS.get(game, Game)()
-        if not self.room.announced_over:
-            raise ValueError("%s's servers announce themselves" % self.room.title)
         if dialect and dialect not in self.room.dialects:
             raise ValueError("%s has no dialect %s" % (game, dialect))
         self.room.dialect = dialect or self.room.default_dialect(fields)
@@ -15081,11 +15290,7 @@ class Announcement:
             read_game_id(game), address="", port=game_port, source="", now=0.0, lifetime=math.inf,
             name="%s server" % (self.room.title or game))
         self.update(**fields)
-        if isinstance(masters, str):
-            masters = [masters]
         self.masters = [self.read_master(master) for master in masters]
-        if not self.masters:
-            raise ValueError("expected a master")
         self.players_from = players_from
         self.give_up = give_up
         self.surplus_limiter = Limiter(SURPLUS_BYTES)
@@ -15286,6 +15491,19 @@ def read_players(line):
     if map:
         fields["map"] = map
     return fields
+
+
+def announces_itself(room, game, masters):
+    """Return the words that tell how a server of this game announces itself to the first master."""
+    words = "%s's servers announce themselves." % GAME_TITLES[game]
+    host, named_port, tls = read_master_place(masters[0])
+    port = named_port or room.master_port
+    url = "%s://%s" % ("https" if tls else "http", endpoint_text(host, port))
+    for contact in room.contacts:
+        block = contact.filled(room, port, MasterPlace(host, url))
+        if game in block.games:
+            words += "\n\n%s:\n\n%s" % (block.where, block.block)
+    return words
 
 
 def command_announce(arguments):
@@ -15530,9 +15748,9 @@ def first_contact(program):
         if protocol in WEB_PORTS:
             pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
-    for _, reader, contact in contact_lines(
-            program.rooms, program.listeners, host, settings):
-        lines.append("%s: %s" % (reader, contact))
+    for contact in contact_blocks(program, MasterPlace(host, page_url(program, host))):
+        lines.append("%s. %s:" % (contact.title, contact.where))
+        lines += ["    " + line for line in contact.block.splitlines()]
     return lines + pages[:1]
 
 

@@ -33,6 +33,7 @@ import random
 import re
 import select
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -296,6 +297,14 @@ def bound_master(test: unittest.TestCase, **settings: str) -> ms.MasterServer:
     test.addCleanup(server.close)
     server.bind()
     return server
+
+
+def block_of(server: ms.MasterServer, game: str) -> str:
+    """What somebody pastes to have a server of this game listed here."""
+    place = ms.MasterPlace("127.0.0.1", ms.page_url(server, "127.0.0.1"))
+    block, = [contact.block for contact in ms.contact_blocks(server, place)
+              if game in contact.games]
+    return block
 
 
 def port_of(server: ms.MasterServer, protocol: str) -> int:
@@ -4828,12 +4837,14 @@ class OpenArenaTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home, master(
                 quake3__port="0", limits__exempt="127.0.0.0/8") as server:
             place = "127.0.0.1:%d" % port_of(server, "quake3")
-            words = ["dedicated", "2", "net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port",
-                     str(free_port()), "sv_hostname", "^1Red", "sv_master1", place]
-            words += [word for number in "2345" for word in ("sv_master" + number, "")]
+            program, *pasted = shlex.split(block_of(server, "openarena"))
+            self.assertEqual(program, os.path.basename(OPENARENA_SERVER))
+            words = ["net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port", str(free_port()),
+                     "sv_hostname", "^1Red"]
+            words += [word for number in "1345" for word in ("sv_master" + number, "")]
             game = subprocess.Popen(
-                [OPENARENA_SERVER, "+map", "oa_dm1", *itertools.chain.from_iterable(
-                    ("+set", *pair) for pair in zip(words[::2], words[1::2]))],
+                [OPENARENA_SERVER, *itertools.chain.from_iterable(
+                    ("+set", *pair) for pair in zip(words[::2], words[1::2])), *pasted],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env=dict(os.environ, HOME=home))
             try:
@@ -5535,7 +5546,7 @@ class BrowserTest(BrowserCase):
                                        ("#countries", one in servers),
                                        ("th:nth-child(8)", one in servers)):
                 self.assertEqual(self.of(selector, "offsetHeight") > 0, bool(is_shown), selector)
-        self.assertEqual(len(self.all("#empty .copy")), 1)
+        self.assertEqual(self.all("#empty .play"), ["Add your server"])
 
     def test_master_away(self):
         server = self.site.servers[8]
@@ -5582,6 +5593,24 @@ class BrowserTest(BrowserCase):
             self.assertEqual(self.js("navigator.clipboard.readText()"), address)
             self.assertEqual(self.of("body :focus", "title"), "Copy" if without else None)
             self.js("document.querySelector('.unseen').textContent = ''")
+
+    def test_blocks_are_copied_exactly(self):
+        self.browser.call("Browser.grantPermissions", permissions=[
+            "clipboardReadWrite", "clipboardSanitizedWrite"])
+        for width, dark in (1280, False), (390, True):
+            self.browser.resize(width, dark=dark)
+            self.open("/add")
+            self.assertLessEqual(self.of("html", "scrollWidth"), width)
+            blocks = self.all("pre code")
+            self.assertEqual(len(self.all("pre .copy")), len(blocks))
+            self.assertIn("server_announce = true\nserverlist_url = http://127.0.0.1:%d"
+                          % self.site.server_address[1], blocks)
+            for index, block in enumerate(blocks):
+                self.click("pre .copy", index)
+                eventually(lambda: self.js("navigator.clipboard.readText()") == block)
+            edges = self.js(EDGES % "pre, pre .copy")
+            self.assertGreaterEqual(min(left for left, _, _ in edges), 0)
+            self.assertLessEqual(max(right for _, right, _ in edges), width)
 
 
 class LayoutTest(BrowserCase):
@@ -5640,6 +5669,7 @@ class LayoutTest(BrowserCase):
         for server in self.site.servers[::2]:
             server.country = "gs"
         for target in ("/", "/?game=iceball", "/check?address=192.0.2.3", "/nowhere", "/check",
+                       "/add", "/add?game=luanti",
                        *map(link_to, hostile_servers()),
                        *[link_to(make_server(address="192.0.2.9")) + "&span=" + span
                          for span in ms.SPANS]):
@@ -5811,7 +5841,7 @@ class World:
     private: Dict[str, Any] = {}        # stored private attributes
     bad_private: Any = ()
     unheard = "silent"                  # the outcome if the server does not answer
-    contact = ""                        # the line for operators on the page
+    blocks: Any = ()                    # what operators paste, from the master at m.example
     page_words: Any = ()                # on the server's page
     # What strangers send: (a name, datagrams, how many bytes more than these may be sent back)
     requests: Any = ()
@@ -5920,7 +5950,7 @@ class IceballWorld(World):
               b'Server","address":"203.0.113.9","port":21737,"players_current":0,"players_max":64,'
               b'"mode":"ctf","map":"classic(512,512)","version":"0.2.1-37","basedir":"ctf"}]}'),)
     fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
-    contact = '"heartbeat_send": true, "heartbeat": [["m.example", 27790]]'
+    blocks = ['"heartbeat_send": true,\n"heartbeat": [["m.example", 27790]]']
     page_words = ("classic(512,512)", "0.2.1-37")
     requests = (
         ("announcement", [CAPTURED], 0),
@@ -5969,7 +5999,8 @@ class HyperbolWorld(World):
     named = {"hyperbol__servers": "203.0.113.9:27888 3"}
     private = {"flavor": 3}
     bad_private = ({"flavor": 256}, {"flavor": "3"}, {"flavor": True})
-    contact = "python3 masterserver.py announce --game hyperbol --port PORT m.example:27790"
+    blocks = ['python3 masterserver.py announce \\\n    --game hyperbol \\\n'
+              '    --port 27888 \\\n    --name "My server" \\\n    m.example:8000']
     page_words = ("IMF 3, Syndicate 1, Republic 2",)
     connections = (b"KEY!" + hexa("10000000"), b"KEY!" + bytes(4))
 
@@ -6002,7 +6033,7 @@ class ZoneWorld(World):
     named = {"subspace__zones": "203.0.113.9:25000"}
     private = {"zone_owner": {"port": "5000", "password": "0123456789abcdef"}}
     bad_private = ({"zone_owner": 5}, {"zone_owner": {"port": "5000"}})
-    contact = "Directory:Server1 = m.example, port 4990"
+    blocks = ["[Directory]\nServer1 = m.example\nPort = 4990"]
     page_words = (ARENAS_TEXT, "a real asss on loopback")
     requests = (
         ("ping of 4", [PING_TIME], 4), ("ping for nothing", [PING_TIME + bytes(4)], 0),
@@ -6043,7 +6074,7 @@ class FramedAioWorld(World):
         (b"\x0c", hexa("0c 0000") + b"My server\0Fun!\x00203.0.113.9" + hexa("00 144801")),
         (hexa("01000000 02"), hexa("11000000 02 0100 0b") + b"203.0.113.9" + hexa("8269")))
     fetched = (("text", [AIO_GREETING, lists[0][1]]), ("framed", [AIO_GREETING, lists[3][1]]))
-    contact = "master server m.example, port 27011"
+    blocks = ["m.example\n27011"]
     page_words = ("Fun!",)
     connections = (
         AIO_TEXT, AIO_TEXT + b"\n12#%KEEPALIVE#%NEWS#%", AIO_FRAMED, AIO_BINARY,
@@ -6079,7 +6110,9 @@ class OpenArenaWorld(World):
     listed = {**answered, "verified": "query", "room": "quake3"}
     lists = ((Quake3World.list_question, Quake3World.list_answer),)
     fetched = (("", [Quake3World.list_answer]),)
-    contact = 'set sv_master1 "m.example:27950"'
+    blocks = ["openarena-server \\\n    +set dedicated 2 \\\n"
+              "    +set sv_master2 m.example:27950 \\\n    +map oa_dm1",
+              'sv_public 1\nsv_masterextra1 "m.example:27950"']
     page_words = ("oa_dm1",)
     requests = (
         ("heartbeat", [HEARTBEAT], 0), ("getstatus", [OUT + b"getstatus"], 0),
@@ -6113,7 +6146,7 @@ class LuantiWorld(World):
     private = {"luanti_announcement": json.loads(LUANTI_STORED)}
     fetched = (("", [ms.HttpAnswer(200, b'{"list":[%s]}' % LUANTI_STORED.replace(
         b'"address":""', b'"address":"203.0.113.9"'))]),)
-    contact = "server_announce = true, and serverlist_url = http://m.example:27790"
+    blocks = ["server_announce = true\nserverlist_url = http://m.example:8000"]
     page_words = ("A description", "damage, pvp")
     bodies = {"multipart/form-data": [
         luanti_body(text) for text in (LUANTI_START, LUANTI_UPDATE, LUANTI_DELETE)]}
@@ -6149,8 +6182,8 @@ class DdnetWorld(World):
     fetched = (("", [ms.HttpAnswer(200, lists[0][1])]),)
     private = {"ddnet_registration": DDNET_STORED}
     bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}}, *DDNET_WRONG)
-    contact = ("sv_register 1; sv_register_url http://m.example:27790/ddnet/15/register; "
-               "http_allow_insecure 1")
+    blocks = ["sv_register 1\nsv_register_url http://m.example:8000/ddnet/15/register\n"
+              "http_allow_insecure 1"]
     page_words = ("tw-0.6+udp://203.0.113.9:8399",)
 
     def announce(self):
@@ -6187,7 +6220,7 @@ class SauerbratenWorld(World):
     lists: Any = ((b"list\n", b"addserver 203.0.113.9 28785\n\0"),
                   (b"\nlist\r\n", b"addserver 203.0.113.9 28785\n\0"))
     fetched: Any = (("", [lists[0][1][:10], lists[0][1][10:], b""]),)
-    contact = 'mastername "m.example"; masterport 28787'
+    blocks = ['mastername "m.example"\nmasterport 28787']
     page_words: Any = ("ctf", "veto", "598")
     # What is answered at once
     asked: Any = ((b"reqauth 5 me\n", b"failauth 5\n"), (b"confauth 5 abcd\n", b"failauth 5\n"),
@@ -6249,7 +6282,7 @@ class RedEclipseWorld(SauerbratenWorld):
         b'caf\x8b" "" "" "?"\n', b""]),)
     bad_private = ({"protocol": "230"}, {"version_number": -1}, {"player_names": "Ann"},
                    {"player_names": [5]})
-    contact = 'servertype 2; servermaster "m.example"; servermasterport 28800'
+    blocks = ['servertype 2\nservermaster "m.example"\nservermasterport 28800']
     page_words = ("deathmatch", "locked", "Ann, Bob")
     asked = (*SauerbratenWorld.asked[:3], (b"hello world\n", b'error "unknown command hello"\n'),
              (b'he"l^lo\n', b'error "unknown command he^"l^^lo"\n'), (b"\n", b""))
@@ -6601,10 +6634,9 @@ class EveryGame(unittest.TestCase):
             page = html.unescape(world.get(path).decode())
             for word in words:
                 self.assertIn(word, page, path)
-        line = make.room.contact.line % {
-            "host": "m.example", "port": make.room.master_port, "game": make.room.game,
-            "page": "m.example:27790"}
-        self.assertEqual(line, make.contact)
+        place = ms.MasterPlace("m.example", "http://m.example:8000")
+        self.assertEqual([contact.filled(make.room, make.room.master_port, place).block
+                          for contact in make.room.contacts], make.blocks)
         self.assertEqual(ms.GAME_TITLES[make.room.game], make.room.title)
 
     @in_each(WORLDS)
@@ -6924,9 +6956,9 @@ class Cube2OnTheWire(unittest.TestCase):
             self.addCleanup(server.stop)
             return server
         server = start_master()
-        contact = room.contact.line % {"host": "127.0.0.1", "port": port}
+        pasted = block_of(server, room.game)
         places = {name: free_port() for name in ("one", "two")}
-        games = [self.start_game(room.game, name, config=config % (place, name) + contact + "\n")
+        games = [self.start_game(room.game, name, config=config % (place, name) + pasted + "\n")
                  for name, place in places.items()]
         eventually(lambda: server.registry.total == 2)
         for one, (name, place) in zip(server.registry.servers(), places.items()):
@@ -8017,24 +8049,85 @@ flavor="3" ping_milliseconds="41"/>
         self.program.rooms["iceball"].read(self.program.settings)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + before, now=1.0)[0], 200)
 
+    def blocks(self, path, host):
+        """What the page at this host gives to be pasted."""
+        request = http_request(path).replace(b"Host: x", b"Host: " + host.encode())
+        page = split_response(self.exchange(request))[2].decode()
+        return [html.unescape(block)
+                for block in re.findall("(?s)<pre><code>(.*?)</code></pre>", page)]
+
     def test_an_empty_list_says_what_to_do(self):
         listeners = [SimpleNamespace(protocol=protocol, port=port) for port, protocol in enumerate(
             ("iceball", "subspace", "subspace", "aio", "hyperbol", "http", "http"), 1)]
         self.web = ms.Web(self.program._replace(listeners=listeners))
-        for public in ("198.51.100.1", ""):
-            self.program.settings.values["server.public_address"] = public
-            self.web.forget_responses()
-            page = html.unescape(self.get("/")[2].decode())
-            for words in ('[["%s", 1]]', "Server1 = %s, port 3", "_url = http://%s:6",
-                          "announce --game mygame --port PORT %s:6"):
-                self.assertIn(words % (public or "THIS-HOST"), page)
-        page = html.unescape(self.get("/?game=mygame")[2].decode())
-        self.assertEqual(("announce --game mygame" in page, "Server1" in page), (True, False))
+        def add(query="", host="games.example:8000", path="/add"):
+            return self.blocks(path + query, host)
+
+        announce = ("python3 masterserver.py announce \\\n    --game mygame \\\n"
+                    '    --port PORT \\\n    --name "My server" \\\n    %s')
+        self.assertEqual(add(), [
+            '"heartbeat_send": true,\n"heartbeat": [["games.example", 1]]',
+            announce.replace("mygame", "hyperbol").replace("PORT", "27888")
+            % "games.example:8000",
+            "[Directory]\nServer1 = games.example\nPort = 3",
+            "games.example\n4",
+            "server_announce = true\nserverlist_url = http://games.example:8000",
+            "sv_register 1\nsv_register_url http://games.example:8000/ddnet/15/register\n"
+            "http_allow_insecure 1",
+            announce % "games.example:8000"])
+        mine = [announce % "games.example:8000"]
+        for query, path in (("?game=mygame", "/add"), ("?game=mygame", "/")):
+            self.assertEqual(add(query, path=path), mine)
+        self.assertEqual(add(path="/"), [])
+        self.assertIn('class="play" href="/add"', self.get("/")[2].decode())
+        self.assertEqual(add("?game=nobody's"), add())
+        for host, named in (("[2001:db8::7]", "2001:db8::7\n4"), ("", "THIS-HOST\n4"),
+                            ('"><script>', "THIS-HOST\n4"), ("a]", "THIS-HOST\n4")):
+            self.assertEqual(add("?game=aio", host), [named])
+        self.program.settings.values["server.public_address"] = "198.51.100.1"
+        self.assertEqual(add("?game=aio"), ["198.51.100.1\n4"])
         self.program.settings.values.update({"luanti.enabled": False, "ddnet.enabled": False})
-        for opened, games in ((listeners[3:4], {"aio"}),
-                              (listeners[3:], {"aio", "hyperbol", "mygame"})):
-            self.assertEqual({line[0] for line in ms.contact_lines(
-                self.program.rooms, opened, "host", self.program.settings)}, games)
+        self.assertEqual(len(add()), 5)
+        program = self.program._replace(listeners=listeners[3:4])
+        self.assertEqual([contact.games for contact in ms.contact_blocks(
+            program, ms.MasterPlace("host", ms.page_url(program, "host")))], [("aio",)])
+
+    def test_blocks_say_https_once_it_is_there(self):
+        secure = ["server_announce = true\nserverlist_url = %s",
+                  "sv_register 1\nsv_register_url %s/ddnet/15/register"]
+        for url, ports, told in (
+                ("https://games.example", [("http", 80)], "https://games.example"),
+                ("", [("http", 80), ("https", 443)], "https://m.example"),
+                ("", [("http", 80), ("https", 8443), ("https", 443)], "https://m.example:8443")):
+            self.program.settings.values["http.url"] = url
+            self.web = ms.Web(self.program._replace(listeners=[
+                SimpleNamespace(protocol=protocol, port=port) for protocol, port in ports]))
+            *blocks, mine = self.blocks("/add", "m.example")
+            self.assertEqual(blocks, [block % told for block in secure])
+            self.assertTrue(mine.endswith("    " + told))
+
+    def test_every_page_leads_to_add(self):
+        self.list(name="One")
+        place = "?game=iceball&address=203.0.113.9&port=1"
+        for path in "/", "/add", "/check", "/server" + place, "/nothing":
+            self.assertEqual(self.get(path, "Accept: text/html")[2].count(
+                b'<a href="/add">Add your server</a>'), 2, path)
+
+    def test_how_to_join(self):
+        rows = (("iceball", 'href="iceball://203.0.113.9:5">Play</a><span></span> </p>'),
+                ("ddnet", 'href="ddnet://203.0.113.9:5">Play</a><span>or press F1 in the game and '
+                          "enter</span> <code>connect 203.0.113.9:5</code>"),
+                ("quake3", "<code>connect 203.0.113.9:5</code>"),
+                ("luanti", "<code>luanti --address 203.0.113.9 --port 5 --go</code>"),
+                ("sauerbraten", "<code>/connect 203.0.113.9 5</code>"),
+                ("redeclipse", "<code>/connect 203.0.113.9 5</code>"),
+                ("subspace", "<code>203.0.113.9:5</code>"))
+        for game, words in rows:
+            self.assertIn(words, ms.render_join(
+                ms.ROOMS[game], SimpleNamespace(address="203.0.113.9", port=5)))
+        self.list(name="One")
+        page = self.get("/server?game=iceball&address=203.0.113.9&port=1")[2].decode()
+        self.assertIn('<p class="join"><a class="play" href="iceball://203.0.113.9:1">', page)
 
     # One server
 
@@ -8900,8 +8993,8 @@ class LuantiOnTheWire(unittest.TestCase):
         port = free_port()                  # the second master has that of the first one
         server = start_master()
         with open(config, "w") as file:
-            file.write("server_announce = true\nserverlist_url = http://127.0.0.1:%d\n"
-                       "bind_address = 127.0.0.1\nserver_name = A real one\n" % port)
+            file.write(block_of(server, "luanti")
+                       + "\nbind_address = 127.0.0.1\nserver_name = A real one\n")
         game = start_game()
         listed(server, 1)
         server.stop()
@@ -9454,9 +9547,8 @@ class DdnetOnTheWire(unittest.TestCase):
         game_port = free_port()
         server = start_master()
         game = subprocess.Popen(
-            [DDNET_SERVER, "sv_port %d" % game_port, "sv_name A real one", "sv_register 1",
-             "sv_register_url http://127.0.0.1:%d/ddnet/15/register" % port,
-             "http_allow_insecure 1"],
+            [DDNET_SERVER, "sv_port %d" % game_port, "sv_name A real one",
+             *block_of(server, "ddnet").splitlines()],
             cwd=folder.name, env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL)
         self.addCleanup(game.wait)
@@ -14882,6 +14974,26 @@ class ServingTest(unittest.TestCase):
                       b"standard input has ended", b"stopped"):
             self.assertIn(words, err)
 
+    def test_announce_tells_what_announces_itself(self) -> None:
+        for game, place, words in (
+                ("openarena", "m.example:1", "OpenArena's servers announce themselves.\n\n"
+                 "Start the server so (Quake III: ioq3ded and another map):\n\n"
+                 "openarena-server \\\n    +set dedicated 2 \\\n"
+                 "    +set sv_master2 m.example:1 \\\n    +map oa_dm1"),
+                ("xonotic", "m.example", "Xonotic's servers announce themselves.\n\n"
+                 "In server.cfg:\n\nsv_public 1\nsv_masterextra1 \"m.example:27950\""),
+                ("luanti", "m.example", "Luanti's servers announce themselves.\n\n"
+                 "In minetest.conf:\n\nserver_announce = true\n"
+                 "serverlist_url = http://m.example:27790"),
+                ("ddnet", "https://m.example", "DDNet's servers announce themselves.\n\n"
+                 "For DDNet and other Teeworlds, in autoexec_server.cfg:\n\n"
+                 "sv_register 1\nsv_register_url https://m.example:443/ddnet/15/register")):
+            status, out, err = command("announce", "--game", game, "--port", "5", place)
+            self.assertEqual((status, out), (2, ""))
+            self.assertEqual(err, "masterserver.py: announce: %s\n" % words)
+        _, _, err = command("announce", "--game", "quake3", "--port", "5", "m.example")
+        self.assertEqual([words in err for words in ("dedicated 2", "sv_masterextra1")], [True] * 2)
+
     def test_the_address_in_the_first_lines(self) -> None:
         for public, own, told in (("", "192.0.2.9", "192.0.2.9"), ("", "", "localhost"),
                                   ("203.0.113.5", "192.0.2.9", "203.0.113.5"),
@@ -14889,11 +15001,16 @@ class ServingTest(unittest.TestCase):
             core = with_rooms(make_core(server__public_address=public))
             core.listeners = [ms.Listener("http", "tcp", host, 27790) for host in ("0.0.0.0", "::")]
             with mock.patch.object(ms, "own_address", return_value=own):
-                ports, luanti, ddnet, page = ms.first_contact(core)
+                ports, *blocks, page = ms.first_contact(core)
             self.assertEqual((ports, page), ("http on TCP 27790",
                                              "Players and browsers: http://%s:27790/" % told))
-            for line in luanti, ddnet:
-                self.assertIn(" http://%s:27790" % told, line)
+            self.assertEqual(blocks, [
+                "Luanti. In minetest.conf:", "    server_announce = true",
+                "    serverlist_url = http://%s:27790" % told,
+                "DDNet. For DDNet and other Teeworlds, in autoexec_server.cfg:",
+                "    sv_register 1",
+                "    sv_register_url http://%s:27790/ddnet/15/register" % told,
+                "    http_allow_insecure 1"])
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_signals(self) -> None:
