@@ -1115,12 +1115,14 @@ class RegistryTest(unittest.TestCase):
     def test_parts_are_made_again_for_who_has_changed(self):
         made = []
         for change in (lambda: (self.hear(1), self.hear(2)), lambda: self.hear(2, players=1),
-                       self.registry.forget_entries):
+                       lambda: self.registry.forget_entries("y"), self.registry.forget_entries):
             change()
             for _ in range(2):
                 ms.cached_entries(self.registry.servers(), "x",
                                   lambda server: made.append(server.port) or 1)
         self.assertEqual(sorted(made), [1, 1, 2, 2, 2])
+        self.registry.forget_entries("y", "x")
+        self.assertEqual([server.entry_cache for server in self.registry.servers()], [{}, {}])
 
     def test_a_room_forgets_only_the_fingerprints_of_its_own(self):
         core = with_rooms(make_core())
