@@ -1152,8 +1152,8 @@ MMDB_POINTER, MMDB_TEXT, MMDB_MAP, MMDB_ARRAY, MMDB_FLAG = 1, 2, 7, 11, 14
 MMDB_LONG_SIZES = {29: (1, 29), 30: (2, 285), 31: (3, 65821)}
 # What has to be added to the target of a pointer, by the number of its bytes
 MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
-# A search for a member passes so many values, in 0.13 ms. To find the country of a city takes 60. In
-# a damaged file, where values can lie within each other, they never end
+# A search for a member passes so many values, in 0.13 ms. To find the country of a city takes 60.
+# In a damaged file, where values can lie within each other, they never end
 MMDB_VALUES = 200
 # Where files have the country: MaxMind's and DB-IP's, and those of @ip-location-db
 MMDB_COUNTRIES = (b"country", b"iso_code"), (b"country_code",)
