@@ -1157,7 +1157,7 @@ MMDB_POINTER_STARTS = {1: 0, 2: 2048, 3: 526336, 4: 0}
 MMDB_VALUES = 200
 # Where files have the country: MaxMind's and DB-IP's, and those of @ip-location-db
 MMDB_COUNTRIES = (b"country", b"iso_code"), (b"country_code",)
-MMDB_NODES_TRIED = 1000         # to know whether a file has countries; at the worst in half a second
+MMDB_NODES_TRIED = 1000         # to know whether a file has countries; in half a second at worst
 
 
 class MmdbSection:
