@@ -8960,14 +8960,17 @@ do.</p>
  placeholder="any"></label>
 <button>Check</button>
 </form>
-<section id="listed" data-live>
-<h2>$verdict</h2>
-<ul class="servers">
-$listed</ul>
-</section>
 <section id="findings" data-live>
-<h2>What arrived</h2>
+<h2>$verdict</h2>
 $findings</section>
+"""
+
+FINDINGS = """\
+<table class="findings">
+<thead><tr><th scope="col">Server<th scope="col">What became of it<th scope="col">When</thead>
+<tbody>
+$rows</tbody>
+</table>
 """
 
 NOTHING_ARRIVED = """\
@@ -9027,7 +9030,7 @@ h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter
 h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
 h3 { margin: 0; font-size: 1rem; font-weight: 650; }
 p, dd { margin: 0; }
-b, .servers bdi { font-weight: 650; }
+b { font-weight: 650; }
 section { margin-top: 2.5rem; }
 code, pre {
   font: .8rem/1.5rem
@@ -9270,16 +9273,27 @@ dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
 dl .wide { grid-column: 1 / -1; max-width: 48rem; }
 img { max-width: 100%; height: auto; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
-.findings, .servers { margin: 0; padding: 0; list-style: none; }
-.findings { max-width: 48rem; }
-.findings li, .servers li { overflow: hidden; }
-.findings li { padding: 1rem 0; border-top: 1px solid var(--line); }
-.findings li:first-child {
-  border-left: 2px solid var(--accent); padding-left: 1rem; border-top: 0;
+.findings, .findings :is(thead, tbody, tr, th, td) { all: revert; }
+.findings { width: 100%; border-collapse: collapse; }
+.findings :is(th, td) {
+  padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top;
 }
+.findings th { padding-top: 0; color: var(--soft); font-size: .8125rem; font-weight: 400; }
+.findings :is(th, td):first-child { width: 28%; min-width: 14rem; }
+.findings td { overflow-wrap: anywhere; }
+.findings a { font-weight: 650; }
+.findings bdi { display: inline; }
+.findings p { max-width: 48rem; }
 .from, figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
-.servers small { margin-left: .5rem; color: var(--soft); white-space: nowrap; }
-.servers code { margin-left: .5rem; }
+.findings .from { margin: 0; white-space: nowrap; }
+@media (max-width: 54rem) {
+  .findings thead { display: none; }
+  .findings :is(tbody, tr, td) { display: block; }
+  .findings td:first-child { width: auto; }
+  .findings td { padding: 0 0 .25rem; border: 0; }
+  .findings tr { padding: .75rem 0; border-top: 1px solid var(--line); }
+}
 .error { padding: 3rem 0; }
 .error .status { color: var(--accent); font-size: 3rem; line-height: 3.5rem; font-weight: 650; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
@@ -10230,38 +10244,63 @@ def render_add_page(context, contacts, is_chosen):
 
 # --- The page for checks --------------------------------------------------------------------------
 
+class Finding(NamedTuple):
+    """What the page says of one server, or of a whole address."""
+
+    endpoint: str
+    title: str
+    todo: str                       # what to do, in a sentence or more
+    game: str = ""                  # its id
+    at: float = 0.0                 # when it was seen, in seconds since 1970; 0 for always
+    server: Optional[Server] = None         # if it is listed; its times are in seconds since 1970
+    is_well: bool = False
+
+
 def render_check_page(context, address, port, findings, listed, wall):
     """Return the page as UTF-8 bytes.
 
-    `port` is 0 for all ports. `listed` has the servers at that address that are listed now; their
-    times, and `wall`, are in seconds since 1970."""
+    `port` is 0 for all ports, `listed` the number of servers at that address that are listed now,
+    and `wall` the time in seconds since 1970."""
     endpoint = endpoint_text(address, port) if port else address
     verdict = "Nothing at %s is listed now" % endpoint
     if listed:
-        verdict = "Listed now: " + count_text(len(listed), "server")
-    listed_pieces = []
-    for server in listed:
-        server_endpoint = endpoint_text(server.address, server.port)
-        listed_pieces.append(fill_template(
-            '<li><a href="$link"><bdi>$name</bdi></a> $badges <code>$address</code> '
-            '<small>seen $seen</small>\n',
-            link=server_link(server),
-            name=server.name or server_endpoint,
-            badges=render_badges(server),
-            address=server_endpoint,
-            seen=time_tag(server.last_seen, wall)))
+        verdict = "Listed now: " + count_text(listed, "server")
     if findings:
-        finding_list = fill_template('<ol class="findings">\n$items</ol>\n', items=findings)
+        rows = [render_finding(context, finding, wall) for finding in findings]
+        finding_table = fill_template(FINDINGS, rows=rows)
     else:
-        finding_list = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
+        finding_table = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
     main = fill_template(
         CHECK_PAGE,
         address=address,
         port=port or "",
         verdict=verdict,
-        listed=listed_pieces,
-        findings=finding_list)
+        findings=finding_table)
     return render_page(context, "Is my server listed?", main=main)
+
+
+def render_finding(context, finding, wall):
+    """Return a Finding as a row of the table."""
+    server = finding.server
+    name = arrival = ""
+    if server:
+        name = fill_template(
+            '<a href="$link"><bdi>$name</bdi></a> $badges<br>',
+            link=server_link(server),
+            name=server.name or endpoint_text(server.address, server.port),
+            badges=render_badges(server))
+    if finding.at:
+        arrival = fill_template(
+            '<p class="from">$when · $game</p>',
+            when=time_tag(finding.at, wall),
+            game=context.games.get(finding.game, finding.game))
+    return fill_template(
+        "<tr><td>$name<code>$endpoint</code>\n<td><h3>$title</h3>\n<p>$todo</p>\n<td>$arrival\n",
+        name=name,
+        endpoint=finding.endpoint,
+        title=finding.title,
+        todo=finding.todo,
+        arrival=arrival)
 
 
 # --- The chart of a server's players -------------------------------------------------------------
@@ -11667,10 +11706,12 @@ OUTCOMES = {
     "password": ("Another password", (
         "It is not accepted: %s. Wait, or set the former password again.")),
     "stopped": ("Signed off", "The game server said that it was stopping."),
-    "listed": ("Listed", "All is well."),
+    "listed": ("Listed", "All is well: this master lists %s."),
     "found": ("Listed, because another list names it", (
         "This master found it at %s and queries it; it has not announced itself here. If it does, "
         "it no longer depends on that list.")),
+    "mute": ("It does not answer now", (
+        "This master knows %s, and queries it. Is the game server running? Is its UDP port open?")),
     "private": ("Listed under a private address", (
         "Players elsewhere cannot reach it. This master's operator can name its public address in "
         "[server] public_address or [address_map].")),
@@ -11698,50 +11739,54 @@ def get_check(web, request):
             if address in (server.address, server.source) and port in (0, server.port):
                 listed.append(with_wall_times(server, web.epoch))
     listed.sort(key=ranking)
-    findings = []
-    for outcome, detail in current_outcomes(web, request, address, listed):
-        findings.append(finding(outcome, detail))
-    findings += recorded_findings(web, address, port, listed, request.wall)
+    findings = current_findings(web, request, address, listed)
+    findings += recorded_findings(web, address, port, listed)
+    findings.sort(key=lambda finding: finding.is_well)
     # From now on, what comes from the client's own address counts as proven
     web.registry.record_outcome(request.address, "", 0, "looked", request.now)
-    page = render_check_page(web.look, address, port, findings, listed, request.wall)
+    page = render_check_page(web.look, address, port, findings, len(listed), request.wall)
     return HttpResponse(page, HTML_TYPE)
 
 
-def current_outcomes(web, request, address, listed):
-    """Return the outcomes that hold for an address now, as a list of (outcome, detail).
+def current_findings(web, request, address, listed):
+    """Return the findings that hold for an address now.
 
-    They say how each server in `listed` stands, whether the address is banned, and whether it has
-    used up the limit of its datagrams. No pair occurs twice."""
+    They say whether the address is banned, whether it has used up the limit of its datagrams, and
+    how each server in `listed` stands."""
     rules = web.rules
-    outcomes = []
+    findings = []
+    ban_reason = rules.ban_reason(address, rules.listed_address(address))
+    if ban_reason:
+        findings.append(finding("banned", ban_reason, endpoint=address))
+    if rules.datagram_limiter.is_nearly_empty(address, request.now):
+        datagrams_per_s, _ = web.settings["limits.datagrams"]
+        findings.append(finding("flood", "%g" % datagrams_per_s, endpoint=address))
     for server in listed:
         room = web.rooms.get(server.room)
-        if not server.responding:
-            continue
+        endpoint = endpoint_text(server.address, server.port)
         outcome = "listed"
-        if not server.confirmed:
+        detail = server.name or endpoint
+        if not server.responding:
+            outcome = "mute"
+        elif not server.confirmed:
             outcome = "unconfirmed"
         elif server.found_at:
-            outcome = "found"
+            outcome, detail = "found", server.found_at
         elif server.address in LOCAL_NETWORKS:
             outcome = "private"
         elif ":" in server.address and room and room.ipv4_list:
             outcome = "ipv6"
-        outcomes.append((outcome, server.found_at))
-    ban_reason = rules.ban_reason(address, rules.listed_address(address))
-    if ban_reason:
-        outcomes.append(("banned", ban_reason))
-    if rules.datagram_limiter.is_nearly_empty(address, request.now):
-        datagrams_per_s, _ = web.settings["limits.datagrams"]
-        outcomes.append(("flood", "%g" % datagrams_per_s))
-    return list(dict.fromkeys(outcomes))
+        findings.append(finding(
+            outcome, detail, endpoint=endpoint, game=server.game, at=server.last_seen,
+            server=server))
+    return findings
 
 
-def recorded_findings(web, address, port, listed, wall):
-    """Return the findings about an address's packets as HTML, the latest first."""
+def recorded_findings(web, address, port, listed):
+    """Return the findings about an address's packets, the latest first."""
+    listed_ports = {server.port: server for server in listed}
     confirmed_ports = {server.port for server in listed if server.confirmed and server.responding}
-    timed_findings = []
+    findings = []
     registry = web.registry
     listed_address = web.rules.listed_address(address)
     for key in (*registry.outcomes.keys_of(listed_address),
@@ -11752,7 +11797,7 @@ def recorded_findings(web, address, port, listed, wall):
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:
             continue
-        # Of a ban, and of servers that are listed now, current_outcomes() says more
+        # Of a ban, and of servers that are listed now, current_findings() says more
         is_answered = record.outcome in ("announced", "challenged", "listed")
         is_listed_now = is_answered and packet_port in confirmed_ports
         if is_listed_now or record.outcome in ("banned", "looked"):
@@ -11761,25 +11806,22 @@ def recorded_findings(web, address, port, listed, wall):
         outcome = "gone" if record.outcome == "listed" else record.outcome
         # The page names the address in the query, and not the source, because the address of a
         # machine behind a public address is nobody's business
-        peer = endpoint_text(address, packet_port) if packet_port else address
-        arrival = fill_template(
-            '<p class="from">$when · $protocol from <code>$peer</code></p>\n',
-            when=time_tag(record.at + web.epoch, wall),
-            protocol=web.look.games.get(protocol, protocol),
-            peer=peer)
-        timed_findings.append((record.at, finding(outcome, record.detail, arrival)))
-    timed_findings.sort(reverse=True)
-    return [html for _, html in timed_findings[:100]]
+        endpoint = endpoint_text(address, packet_port) if packet_port else address
+        findings.append(finding(
+            outcome, record.detail, endpoint=endpoint, game=protocol, at=record.at + web.epoch,
+            server=listed_ports.get(packet_port)))
+    findings.sort(key=lambda finding: finding.at, reverse=True)
+    return findings[:100]
 
 
-def finding(outcome, detail, arrival=""):
-    """Return one finding of the page /check as HTML. `arrival` says when a packet came, if any did.
+def finding(outcome, detail, **values):
+    """Return the Finding of an outcome with its detail.
 
     An outcome that is not in OUTCOMES, from a protocol added by somebody else, is its own title."""
     title, advice = OUTCOMES.get(outcome, (outcome, "%s"))
     todo = advice.replace("%s", detail or "nothing more is known")
-    return fill_template("<li><h3>$outcome</h3>\n<p>$todo</p>\n$arrival",
-                         outcome=title, todo=todo, arrival=arrival)
+    return Finding(
+        title=title, todo=todo, is_well=outcome in ("listed", "found", "stopped"), **values)
 
 
 # --- For the operator ----------------------------------------------------------------------------

@@ -8275,7 +8275,24 @@ class CheckTest(WebCase):
                 server.confirmed = confirmed
                 self.assertEqual(self.titles("address=" + address), titles, game)
         self.registry.update(server, {"responding": False})
-        self.assertEqual(self.titles("address=127.0.0.1"), [asked])
+        self.assertEqual(self.titles("address=127.0.0.1"), ["It does not answer now", asked])
+
+    def test_what_failed_comes_first(self):
+        """A row has the name of the server, if it is listed, and its port."""
+        self.list(5, name="<b>Ours")
+        self.list(6, name="Not heard").confirmed = False
+        self.note("stopped", port=9, now=0.7)
+        self.note("bad packet", port=5, now=0.5, detail="8 bytes")
+        self.note("silent", port=7, now=0.6, detail="no answer")
+        page = self.get("/check?address=203.0.113.9", now=1.0)[2].decode()
+        rows = [re.sub("<[^>]*>|\n", " ", row).split() for row in page.split("<tr>")[2:]]
+        for row, begin in itertools.zip_longest(rows, (
+                "Not heard unconfirmed self-reported 203.0.113.9:6 Not heard since a restart",
+                "203.0.113.9:7 It does not answer queries There was no answer.",
+                "&lt;b&gt;Ours self-reported 203.0.113.9:5 A packet that cannot be read",
+                "&lt;b&gt;Ours self-reported 203.0.113.9:5 Listed All is well: this master lists &lt;b&gt;Ours.",
+                "203.0.113.9:9 Signed off")):
+            self.assertTrue(" ".join(row).startswith(begin), (row, begin))
 
     def test_every_outcome_says_what_to_do(self):
         for outcome, detail, todo in (
@@ -8326,7 +8343,7 @@ class CheckTest(WebCase):
         self.note("silent", port=7)
         self.note("silent", source="203.0.113.10")
         for query, names, titles in (
-                ("address=203.0.113.9", ["Ours", "Ours as well"], 3),
+                ("address=203.0.113.9", ["Ours", "Ours as well"], 4),
                 ("address=203.0.113.9&port=5", ["Ours"], 2),
                 ("address=203.0.113.9:5", ["Ours"], 2),
                 ("address=203.0.113.9&port=7", [], 2), ("address=203.0.113.9&port=8", [], 1)):
@@ -8342,6 +8359,7 @@ class CheckTest(WebCase):
             self.list(port, source=source)
             self.registry.record_outcome(source, "aio", port, "silent", 3.0)
         for address, told, titles in (("203.0.113.9", set(), 3), ("10.0.0.5", {"10.0.0.5"}, 2)):
+            titles += address == "203.0.113.9"          # both of its servers are listed
             page = self.get("/check?address=" + address, now=4.0)[2].decode()
             self.assertEqual(set(re.findall(r"10\.0\.0\.\d", page)), told)
             self.assertEqual(len(self.titles("address=" + address)), titles)
