@@ -300,6 +300,23 @@ def read_own_game_id(text):
     return read_game_id(text)
 
 
+def read_colour(text):
+    """Return "#rrggbb", or "" for none."""
+    read = pattern_reader("(#?([0-9a-f]{3}|[0-9a-f]{6}))?", "a colour such as #1f4fd8")
+    digits = read(text.lower()).lstrip("#")
+    if len(digits) == 3:
+        digits = "".join(2 * digit for digit in digits)
+    return digits and "#" + digits
+
+
+def read_link(text):
+    """Return the words and the URL of a link."""
+    read = pattern_reader(r".*\S\s+(https?://[^\s/]|mailto:)\S+",
+                          "words, then https://…, http://… or mailto:…")
+    words, url = read(text).rsplit(maxsplit=1)
+    return words, url
+
+
 def read_rate(text):
     """Return (a second, at once). `100` means `100/100`."""
     per_second, _, at_once = text.partition("/")
@@ -655,10 +672,14 @@ SETTINGS_BEFORE_GAMES = (
     Setting("http.url", "", read_page_url,
             "Where the page is reached from outside, as https://games.example; for links to it."),
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
+    Setting("http.accent", "", read_colour,
+            "The colour of what stands out, as #1f4fd8; made darker or lighter if it must be."),
+    Setting("http.links", "", list_reader(read_link, "\n"),
+            "Links at the foot of every page, one a line: the words, then the URL."),
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders.",
             text_file=True),
-    Setting("http.stylesheet", "", read_without_url, "A file with your own style.css.",
+    Setting("http.stylesheet", "", read_without_url, "A CSS file that is added to style.css.",
             text_file=True),
     Setting("http.countries", "", read_without_url,
             "An MMDB file that knows the countries of addresses; read again when it changes."),
@@ -1048,6 +1069,11 @@ def read_json_object(raw: bytes) -> Dict[str, Any]:
 def utc_datetime(wall):
     """Return a time of the wall clock, in seconds since 1970, as a datetime in UTC."""
     return datetime.fromtimestamp(wall, timezone.utc)
+
+
+def count_text(number, noun, plural=""):
+    """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
+    return "%s %s" % (format(number, ","), noun if number == 1 else plural or noun + "s")
 
 
 def clamp(value, high=PLAYERS_MAX):
@@ -2985,8 +3011,8 @@ class SavedList:
                 registry.insert(server)
                 if room is not None:
                     room.resume(server)
-        log.info("%d servers restored from before the restart, not confirmed until heard again",
-                 registry.total)
+        log.info("%s restored from before the restart, not confirmed until heard again",
+                 count_text(registry.total, "server"))
 
     def tick(self, now, wall):
         """Begin a batch, unless one is being written: of the servers that have changed or, once a
@@ -4724,7 +4750,7 @@ class Iceball(Game, UdpProtocol):
         Setting("iceball.accept_versions", "", list_reader(read_iceball_version),
                 "Versions to list, such as 0.2.1 (every build of it) or 0.2.1-37; empty: all."),
         Setting("iceball.timeout", "120", number_reader(1, 86400, float),
-                "Seconds of silence after which a server is removed (the document says 120).",
+                "Seconds of silence after which a server is removed (Iceball itself says 120).",
                 live=False),
     )
     ports = (Port("udp"),)
@@ -8810,7 +8836,7 @@ FOOT = """\
 <nav aria-label="More"><a href="/add">Add your server</a>
 <a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
 <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
-</footer>
+$links</footer>
 """
 
 SEARCH = """\
@@ -8909,10 +8935,11 @@ BANNER = """\
 <svg xmlns="http://www.w3.org/2000/svg" width="560" height="95" viewBox="0 0 560 95" role="img">
 <title>$name $players</title>
 <style>
-svg { --ground: #fcfbf8; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; --accent: #8a5700; }
+svg { --ground: #fcfbf8; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6; }
 @media (prefers-color-scheme: dark) {
-  svg { --ground: #131210; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; --accent: #f2b23a; }
+  svg { --ground: #131210; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26; }
 }
+$accent
 .card { fill: var(--ground); stroke: var(--line); }
 text {
   fill: var(--soft);
@@ -9002,12 +9029,10 @@ ICON_SVG = """\
 STYLE_CSS = r""":root {
   color-scheme: light dark;
   --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6;
-  --accent: #8a5700; --glow: #fae7bd;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #131210; --raised: #1d1b18; --ink: #ece8df; --soft: #a8a195; --line: #2d2a26;
-    --accent: #f2b23a; --glow: #43351a;
   }
 }
 
@@ -9059,6 +9084,7 @@ footer {
   font-size: .875rem;
 }
 footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
+footer nav + nav { margin-top: .25rem; }
 
 /* Tabs and forms */
 .bar {
@@ -9750,6 +9776,62 @@ if (document.querySelector(LIVE)) {
 """
 
 
+# --- The accent -----------------------------------------------------------------------------------
+
+# Follows the style sheet and stands in each banner. The other colours are those of STYLE_CSS
+ACCENT_CSS = """\
+:root { --accent: %s; --glow: %s; }
+@media (prefers-color-scheme: dark) { :root { --accent: %s; --glow: %s; } }
+"""
+DEFAULT_ACCENT_CSS = ACCENT_CSS % ("#8a5700", "#fae7bd", "#f2b23a", "#43351a")
+# To be readable, a text needs a contrast of 4.5 to what lies behind it (WCAG 2.1, 1.4.3)
+LEAST_CONTRAST = 4.6
+
+
+def accent_css(colour):
+    """Return ACCENT_CSS with a colour, "#rrggbb", or with the usual one for "".
+
+    It is moved towards black, and for the dark towards white, until it can be read."""
+    if not colour:
+        return DEFAULT_ACCENT_CSS
+    light = readable(colour, "#000000", "#f4f1ea")
+    dark = readable(colour, "#ffffff", "#1d1b18")
+    # Behind a row that has changed stands a glow, on which soft text can be read too
+    light_glow = readable(mixed("#fcfbf8", light, 0.2), "#fcfbf8", "#625d55")
+    dark_glow = readable(mixed("#131210", dark, 0.25), "#131210", "#a8a195")
+    return ACCENT_CSS % (light, light_glow, dark, dark_glow)
+
+
+def readable(colour, target, other):
+    """Return the colour, moved towards a target until its contrast to another one is enough."""
+    for step in range(101):
+        moved = mixed(colour, target, step / 100)
+        if contrast(moved, other) >= LEAST_CONTRAST:
+            break
+    return moved
+
+
+def mixed(colour, other, part):
+    """Return a colour of which this part is another one."""
+    pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]))
+    return "#" + bytes([round(a + (b - a) * part) for a, b in pairs]).hex()
+
+
+def contrast(colour, other):
+    """Return the contrast of two colours, from 1 to 21, as WCAG 2.1 defines it."""
+    low, high = sorted([luminance(colour), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour):
+    parts = []
+    for value in bytes.fromhex(colour[1:]):
+        part = value / 255
+        parts.append(part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4)
+    red, green, blue = parts
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 # --- Filling templates ---------------------------------------------------------------------------
 
 class Html(str):
@@ -9782,6 +9864,8 @@ class PageContext(NamedTuple):
     games: Mapping[str, str]        # the titles of all games, by id
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
+    accent: str                     # the accent_css()
+    links: Sequence[Tuple[str, str]]        # at the foot: words, URL
 
 
 # The room of the games that announce themselves by POST /announce
@@ -9790,12 +9874,15 @@ PLAIN_GAME = Game()
 
 def check_list_template(text):
     """Raise ValueError if the text is no valid template of the list page."""
-    try:
-        string.Template(text).substitute(dict.fromkeys(LIST_PLACEHOLDERS, ""))
-    except KeyError as error:
-        name, = error.args
-        valid_names = ", ".join(LIST_PLACEHOLDERS)
-        raise ValueError("unknown placeholder $%s (there are: %s)" % (name, valid_names)) from None
+    for match in string.Template.pattern.finditer(text):
+        name = match["named"] or match["braced"]
+        if match["escaped"] or name in LIST_PLACEHOLDERS:
+            continue
+        line = text.count("\n", 0, match.start()) + 1
+        dollar = match[0] if name else text[match.start():match.start() + 10].splitlines()[0]
+        raise ValueError(
+            "line %d: '%s' is no placeholder (those are $%s). Write the sign twice: '$%s'"
+            % (line, dollar, ", $".join(LIST_PLACEHOLDERS), dollar))
 
 
 # --- Small pieces --------------------------------------------------------------------------------
@@ -9877,12 +9964,6 @@ def without_gaps(counts):
     return [count for count in counts if count is not None]
 
 
-def count_text(number, noun):
-    """Return a number with its noun in the right form: "1 server" or "1,003 servers"."""
-    ending = "" if number == 1 else "s"
-    return "%s %s%s" % (format(number, ","), noun, ending)
-
-
 def render_page(context, title, template=PAGE, about="", path="", **values):
     """Return a whole page as UTF-8 bytes.
 
@@ -9900,8 +9981,29 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
         about=about or full_title,
         site=context.title,
         link=link)
-    page = fill_template(template, title=context.title, head=head, foot=Html(FOOT), **values)
+    links = [link_tag(url, words) for words, url in context.links]
+    if links:
+        links = fill_template('<nav aria-label="Links">$links</nav>\n', links=links)
+    foot = fill_template(FOOT, links=links)
+    page = fill_template(template, title=context.title, head=head, foot=foot, **values)
     return page.encode()
+
+
+def link_tag(url, words):
+    return fill_template('<a href="$url">$words</a>\n', url=url, words=words)
+
+
+# A bracket belongs to the URL if both of the pair stand in it; a full stop at its end does not
+URL_IN_TEXT = r"""(https?://(?:[^\s<>"'()]|\([^\s<>"'()]*\))+(?<![.,;:!?]))"""
+
+
+def render_intro(text):
+    """Return the operator's paragraph, in which URLs become links."""
+    pieces = []
+    for number, piece in enumerate(re.split(URL_IN_TEXT, text)):
+        is_url = number % 2
+        pieces.append(fill_template('<a href="$url">$url</a>', url=piece) if is_url else piece)
+    return fill_template("<p>$pieces</p>\n", pieces=pieces)
 
 
 def render_tab(link, text, is_current, count=""):
@@ -10928,7 +11030,9 @@ class Web(TcpProtocol):
             settings.texts.get("http.template") or LIST_PAGE,
             collections.ChainMap(titles, self.registry.titles),
             settings["http.url"],
-            self.rooms)
+            self.rooms,
+            accent_css(settings["http.accent"]),
+            settings["http.links"])
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -11328,7 +11432,7 @@ def get_page(web, request):
             look.template,
             about=list_summary(servers),
             path="/?game=" + game if game else "/",
-            intro=fill_template("<p>$text</p>\n", text=look.intro),
+            intro=render_intro(look.intro),
             totals=render_totals(servers, render_sparkline(day)),
             tabs=render_game_tabs(look, counts, game),
             search=render_search(list_filter, countries),
@@ -11420,6 +11524,7 @@ def get_banner(web, request):
             status = 404
         svg = fill_template(
             BANNER,
+            accent=Html(web.look.accent),
             name=clean(name) or endpoint,
             state=state,
             players=players,
@@ -11916,11 +12021,15 @@ def get_healthz(web, request):
     return HttpResponse(body + b"\n", JSON_TYPE)
 
 
-def text_route(text, media_type, setting=""):
-    """Return the function of a route that serves `text`, or the file that this setting names."""
+def get_style_css(web, request):
+    text = STYLE_CSS + web.look.accent + (web.settings.texts.get("http.stylesheet") or "")
+    return HttpResponse(text.encode(), "text/css; charset=utf-8", is_public=True)
+
+
+def text_route(text, media_type):
+    """Return the function of a route that serves a text."""
     def get_text(web, request):
-        file_text = web.settings.texts.get(setting)
-        return HttpResponse((file_text or text).encode(), media_type, is_public=True)
+        return HttpResponse(text.encode(), media_type, is_public=True)
 
     return get_text
 
@@ -11944,8 +12053,7 @@ ROUTES = {
     "/banner.svg": WebRoute(GET, get_banner),
     "/add": WebRoute(GET, get_add),
     "/check": WebRoute(GET, get_check),
-    "/style.css": WebRoute(
-        GET, text_route(STYLE_CSS, "text/css; charset=utf-8", "http.stylesheet")),
+    "/style.css": WebRoute(GET, get_style_css),
     "/app.js": WebRoute(GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
     "/icon.svg": WebRoute(GET, text_route(ICON_SVG, "image/svg+xml")),
     "/robots.txt": WebRoute(
@@ -13381,7 +13489,7 @@ def read_file(path, max_bytes):
 def adopt_settings(settings, new_settings):
     """Copy from `new_settings` into `settings` what has changed and may change while the program
     runs, also the texts of files. Log for each other change that it needs a restart. Return the
-    names of the settings that were copied."""
+    names of the settings that were copied, as they stand in the ini: "[http] title"."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
@@ -13389,7 +13497,7 @@ def adopt_settings(settings, new_settings):
         if settings[name] == new_settings[name] and is_same_text:
             continue
         if setting.live:
-            changed_names.append(name)
+            changed_names.append(" ".join(filter(None, ["[%s]" % setting.section, setting.key])))
             settings.values[name] = new_settings[name]
         else:
             log.warning("[%s] %s has changed; that needs a restart", setting.section, setting.key)
@@ -14444,6 +14552,13 @@ UPSTREAM_ADDRESSES = 5000           # the most entries of one list that are used
 UPSTREAM_UNANSWERED = 1000
 
 
+def fetched_text(servers, left_out):
+    """Return what fetch_upstream() has returned, in words."""
+    return "%s in the list, %s left out" % (
+        count_text(len(servers), "address", "addresses"),
+        count_text(left_out, "other entry", "other entries"))
+
+
 def fetch_upstream(upstream, own_addresses, looked_up, servers_per_source):
     """Fetch the list of an Upstream. Return its FoundServers, and how many entries are left out.
 
@@ -14656,8 +14771,7 @@ class Upstreams:
         else:
             servers, left_out = result
             if state.fetched is None or state.trouble:
-                log.info("%s: %d addresses in the list, %d other entries left out", label,
-                         len(servers), left_out)
+                log.info("%s: %s", label, fetched_text(servers, left_out))
             fetched_from.state = UpstreamState(int(time.time()), addresses=len(servers))
             fetched_from.waiting = collections.deque(servers)
         self.start_fetch(now)
@@ -15180,7 +15294,8 @@ class MasterServer:
         # `file_stamps` has the stamps of the files that the old settings name. If the ini now names
         # another file, the next tick sees a difference and has all read once more
         changed = adopt_settings(self.settings, result)
-        log.info("settings read again; changed: %s", ", ".join(changed) or "nothing")
+        log.info("settings read again; %s", (
+            "changed: " + ", ".join(changed) if changed else "there is nothing to apply"))
         if changed:
             self.apply_settings(now)
         if self.certificate:
@@ -15816,14 +15931,31 @@ def check_settings(settings):
     settings.values.update({
         "server.database": "", "cluster.redis": None, "upstream.masters": ()})
     program = MasterServer(settings)
+    if program.rules.country_file:
+        say("[http] countries: " + country_file_text(program.rules.country_file))
+    if is_running(settings):
+        say("A master is running on these ports, so they were not tried. The other settings are "
+            "right.")
+        return EXIT_OK
     try:
         program.bind()
     finally:
         program.close()
-    if program.rules.country_file:
-        say("[http] countries: " + country_file_text(program.rules.country_file))
     say("The server can start with these settings.")
     return EXIT_OK
+
+
+def is_running(settings):
+    """Return whether a master answers on the first port of the page."""
+    host, *_ = settings["server.bind"]
+    for port in settings["http.ports"][:1]:
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        connection = http.client.HTTPConnection(address, port, timeout=2)
+        no_answer = contextlib.suppress(OSError, http.client.HTTPException)
+        with contextlib.closing(connection), no_answer:
+            connection.request("GET", "/healthz")
+            return b'"cluster":' in connection.getresponse().read(RECV_BYTES)
+    return False
 
 
 def reach_warnings(settings):
@@ -15880,8 +16012,7 @@ def check_upstreams(settings):
             say("warning: [upstream] %s: no list: %s"
                 % (upstream.label, clean(error_text(error), TEXT_CHARACTERS)))
         else:
-            say("[upstream] %s: %d addresses in the list, %d other entries left out"
-                % (upstream.label, len(servers), left_out))
+            say("[upstream] %s: %s" % (upstream.label, fetched_text(servers, left_out)))
 
 
 # --- A test of the webhooks ----------------------------------------------------------------------
@@ -15891,7 +16022,7 @@ def command_notify(arguments):
     settings = load_settings(arguments)
     webhooks = settings["webhooks"]
     server = Server("iceball", "203.0.113.7", 20737, source="", now=0.0, lifetime=0.0,
-                    name="A test of the news")
+                    name="A test of the news", players=5, max_players=16, map="castle")
     entry = with_times(server_json(server), server, time.time(), "")
     titles = {**GAME_TITLES, **settings["games"]}
     status = EXIT_OK
@@ -16016,8 +16147,8 @@ def export_once(arguments):
         upload(arguments.ftp, os.path.basename(path), xml)
     responding = sum(server.responding for server in servers)
     players = sum(server.players for server in servers)
-    return "%d servers, %d of them responding, %d players: %s written." % (
-        len(servers), responding, players, path)
+    return "%s, %d of them responding, %s: %s written." % (
+        count_text(len(servers), "server"), responding, count_text(players, "player"), path)
 
 
 def queried_server(room_class, entry, deadline):
@@ -16180,8 +16311,8 @@ that UDP port is free.""", (
     )),
 
     "export": Command(command_export, """\
-Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, as the
-script in Hyperbol's protocol document does. A server that does not answer has responding="0".
+Fetch the list of a Hyperbol master, query every server in it, and write the answers as XML, in
+the form of Hyperbol's own list. A server that does not answer has responding="0".
 
 The FTP password is read from the environment variable MASTERSERVER_FTP_PASSWORD or from ~/.netrc.
 PATH begins in the user's folder (in the root if it begins with %2F); if it does not end in /, its

@@ -421,6 +421,10 @@ class SettingsTest(unittest.TestCase):
                  "Hello\n  see https://h.example/a=b"),
                 ("http.intro", 'x\n  <a href="https://h/">', 'x\n  <a href="https://h/">'),
                 ("http.intro", "x\n a = b c d://", "x\n a = b c d://"),
+                ("http.accent", " #1F4fd8", "#1f4fd8"), ("http.accent", "#48c", "#4488cc"),
+                ("http.accent", "1f4fd8", "#1f4fd8"), ("http.accent", "", ""),
+                ("http.links", "\n Imprint  https://h.example/i\nWrite to us mailto:a@h.example",
+                 (("Imprint", "https://h.example/i"), ("Write to us", "mailto:a@h.example"))),
                 ("server.bind", "::ffff:127.0.0.1, [::1]", ("127.0.0.1", "::1")),
                 ("server.public_address", "2001:DB8::0", "2001:db8::"),
                 ("server.log_level", " Debug", "debug"),
@@ -4987,7 +4991,8 @@ class PagesTest(unittest.TestCase):
             quoted = urllib.parse.quote(text[:300])
             web.registry.record_outcome(server.address, text, 1, text, 0.0, text)
             gone = web_of([], ms.Remembered(0.0, 0.0, text))
-            gone.look = gone.look._replace(title=text, intro=text)
+            url = "https://h.example/" + text
+            gone.look = gone.look._replace(title=text, intro=text + url, links=[(text, url)])
             for shown, path in (
                     (web, link_to(server)), (web, "/?game=aio&name=" + quoted),
                     (web, "/check?address=" + server.address), (gone, link_to(server)),
@@ -5002,7 +5007,7 @@ class PagesTest(unittest.TestCase):
             for name, value in attributes.items():
                 self.assertFalse(name.startswith("on") or name == "style", attributes)
                 if name in ("href", "src", "action"):
-                    self.assertRegex(value, "^(/|iceball://)")
+                    self.assertRegex(value, "^(/|iceball://|https?://[hx])")
 
     def test_row(self):
         for server, *parts in (
@@ -5150,12 +5155,60 @@ class PagesTest(unittest.TestCase):
                     "No server matches.", 'value="nobody"', 'value="7"'], ["No servers yet"])):
             self.holds(page_of(web_of(servers), path), *parts, lacks=lacks)
 
+    def test_the_accent_can_be_read(self):
+        """As WCAG 2.1 counts, by hand: on both grounds, and soft text on the glow."""
+        def light_of(colour):
+            shares = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+            linear = [((share + .055) / 1.055) ** 2.4 if share > .03928 else share / 12.92
+                      for share in shares]
+            return .2126 * linear[0] + .7152 * linear[1] + .0722 * linear[2] + .05
+
+        def contrast_of(*colours):
+            low, high = sorted(map(light_of, colours))
+            return high / low
+
+        self.assertAlmostEqual(contrast_of("#777777", "#ffffff"), 4.48, 2)      # in its examples
+        chance = random.Random(63)
+        colours = ["", "#1f4fd8", "#ffd400", "#000000", "#ffffff", "#808080", "#00ff00"]
+        for colour in colours + ["#%06x" % chance.getrandbits(24) for _ in range(100)]:
+            css = ms.accent_css(colour)
+            light, light_glow, dark, dark_glow = re.findall("#[0-9a-f]{6}", css)
+            for pair in ((light, "#fcfbf8"), (light, "#f4f1ea"), (dark, "#131210"),
+                         (dark, "#1d1b18"), (light_glow, "#625d55"), (dark_glow, "#a8a195")):
+                self.assertGreaterEqual(contrast_of(*pair), 4.5, (colour, pair))
+        for colour, light, dark in (("#1f4fd8", "#1f4fd8", "#5e80e3"), ("#00a86b", "", "#00a86b"),
+                                    ("#101010", "#101010", ""), ("#ffffff", "", "#ffffff")):
+            got = re.findall("--accent: (.*?);", ms.accent_css(colour))
+            self.assertEqual(got, [light or got[0], dark or got[1]])
+
+    def test_the_operator_s_look_is_on_every_page(self):
+        web = web_of(make_servers(1))
+        accent = ms.accent_css("#1f4fd8")
+        web.look = web.look._replace(
+            accent=accent, links=[("Imprint", "https://h.example/i?a&b"), ("Rules", "https://r/")],
+            intro="See https://h.example/x_(y), or (http://b.example/a?b=<c>).")
+        links = ('<nav aria-label="Links"><a href="https://h.example/i?a&amp;b">Imprint</a>\n'
+                 '<a href="https://r/">Rules</a>\n</nav>\n</footer>')
+        server, = web.registry.servers()
+        for path in "/", "/check", "/nowhere", link_to(server):
+            self.holds(page_of(web, path), links)
+        self.holds(page_of(web),
+                   'See <a href="https://h.example/x_(y)">https://h.example/x_(y)</a>, or '
+                   '(<a href="http://b.example/a?b=">http://b.example/a?b=</a>&lt;c&gt;).</p>')
+        for path in "/style.css", link_to(server).replace("/server", "/banner.svg"):
+            self.holds(page_of(web, path), accent)
+        web.look = web.look._replace(links=())
+        self.holds(page_of(web, "/check"), lacks=['aria-label="Links"'])
+
     def test_own_template(self):
         own = "<title>$title</title> $$5 $table"
         page = page_of(web_of(make_servers(3), template=own))
         self.assertTrue(page.startswith("<title>Open Game Masters</title> $5 <p id"))
         ms.check_list_template(own)
-        for text, reason in (("$nonsense", r"unknown placeholder \$nonsense .*head, totals"),
+        for text, reason in (("$nonsense",
+                              r"line 1: '\$nonsense' is no placeholder .*'\$\$nonsense'"),
+                             ("$$ $table\n<b>5 $/h", r"line 2: '\$/h' is .* '\$\$/h'"),
+                             ("\n${x}", r"line 2: '\$\{x\}' is no"), ("$", "line 1"),
                              ("100 $ a line", "line 1")):
             with self.assertRaisesRegex(ValueError, reason):
                 ms.check_list_template(text)
@@ -8047,7 +8100,8 @@ flavor="3" ping_milliseconds="41"/>
         page = self.get("/")[2]
         self.assertEqual([words in page for words in (
             b"My Game", b">Second title<", b"Our own page")], [False, True, True])
-        self.assertEqual(self.get("/style.css")[2], b"p { color: red }")
+        style = self.get("/style.css")[2].decode()
+        self.assertTrue(style.startswith(ms.STYLE_CSS) and style.endswith("p { color: red }"))
         self.program.rooms["iceball"].read(self.program.settings)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + before, now=1.0)[0], 200)
 
@@ -8290,7 +8344,8 @@ class CheckTest(WebCase):
                 "Not heard unconfirmed self-reported 203.0.113.9:6 Not heard since a restart",
                 "203.0.113.9:7 It does not answer queries There was no answer.",
                 "&lt;b&gt;Ours self-reported 203.0.113.9:5 A packet that cannot be read",
-                "&lt;b&gt;Ours self-reported 203.0.113.9:5 Listed All is well: this master lists &lt;b&gt;Ours.",
+                "&lt;b&gt;Ours self-reported 203.0.113.9:5 Listed All is well: "
+                "this master lists &lt;b&gt;Ours.",
                 "203.0.113.9:9 Signed off")):
             self.assertTrue(" ".join(row).startswith(begin), (row, begin))
 
@@ -10587,8 +10642,8 @@ class WebhookTest(unittest.TestCase):
                            "--set", "webhooks.bad=text " + bad, *words)
         self.assertEqual(run("good"), (0, "good: 204\n", ""))
         self.assertEqual(json.loads(self.receiver.got[-1][1]),
-                         {"text": "0 of ? are playing on A test of the news (Iceball, map "
-                                  "?\u200b)"})
+                         {"text": "5 of 16 are playing on A test of the news (Iceball, map "
+                                  "castle)"})
         self.assertEqual(run(), (1, "good: 204\nbad: 404\n", ""))
         for words in (run("other"), run(bad), command("notify", "--config", os.devnull)):
             self.assertEqual(words[:2], (2, ""))
@@ -11857,7 +11912,7 @@ class ReloadTest(unittest.TestCase):
         protocol = mock.Mock(spec=ms.UdpProtocol, tick=mock.Mock(return_value=[]))
         server.protocols.append(protocol)
         for text, words, banned in (
-                ("[bans]\n203.0.113.9 = cheats\n", "changed: bans", "cheats"),
+                ("[bans]\n203.0.113.9 = cheats\n", r"changed: \[bans\]", "cheats"),
                 ("[bans]\nnonsense = x\n", "old settings stay in force: .*nonsense", "cheats"),
                 ("[bans]\nours = text https://h.example/TOKEN\n",
                  "old settings stay in force: (?!.*TOKEN)", "cheats"),
@@ -13410,7 +13465,7 @@ class UpstreamsTest(unittest.TestCase):
             "quake3 b.example:99 Xonotic 3": (wall, 1, 1, "")})
         self.assertEqual(self.told(), [
             "hyperbol a.example: 2 addresses in the list, 0 other entries left out",
-            "quake3 b.example:99 Xonotic 3: 1 addresses in the list, 0 other entries left out"])
+            "quake3 b.example:99 Xonotic 3: 1 address in the list, 0 other entries left out"])
         self.silent.append("203.0.113.9")
         self.run_for(100)
         self.assertEqual(self.listed(), [("203.0.113.7", "b.example:99")])
@@ -13510,7 +13565,7 @@ class UpstreamsTest(unittest.TestCase):
         self.lists["a.example"] = [("203.0.113.8", 5)]
         self.run_for(100)
         self.assertEqual(self.told(),
-                         ["hyperbol a.example: 1 addresses in the list, 0 other entries left out"])
+                         ["hyperbol a.example: 1 address in the list, 0 other entries left out"])
         self.assertEqual([address for address, _ in self.listed()], ["203.0.113.8", "203.0.113.9"])
         self.assertEqual(self.server.upstream["hyperbol a.example"].trouble, "")
 
@@ -15040,7 +15095,7 @@ class ServingTest(unittest.TestCase):
                 eventually(lambda: server.logged(b"WARNING --set: [aio] dialects"))
                 place = "127.0.0.1", server.port("http")
                 with socket.create_connection(place, SOON_S) as client:
-                    for title, told in (("[http]\ntitle = New", b"changed: http.title"),
+                    for title, told in (("[http]\ntitle = New", b"changed: [http] title"),
                                         ("[bans]\nx = y", b"old settings stay in force")):
                         with open(server.config, "w", encoding="utf-8") as file:
                             file.write(title)
@@ -15189,6 +15244,18 @@ class Checking(unittest.TestCase):
             self.assertEqual(self.check(server__database=path, **ports)[0], 0)
             closed.assert_called_once()
             self.assertEqual(os.listdir(folder), [])
+
+    def test_beside_a_running_master(self) -> None:
+        """It says so in one line; another program on the port is told as such."""
+        running = ms.MasterServer({**NO_PORTS, "http.ports": "0", "server.database": ""})
+        running.start()
+        self.addCleanup(running.stop)
+        status, words = self.check(http__ports=str(running.listeners[0].port))
+        self.assertEqual((status, words.count("cannot listen")), (0, 0))
+        self.assertIn("\nA master is running on these ports, so they were not tried. ", words)
+        with FakeServer(serve=scripted(b"", b"GET", b"HTTP/1.0 200 OK\r\n\r\n{}")) as other:
+            status, words = self.check(http__ports=str(other.port))
+        self.assertEqual((status, words.count("cannot listen")), (1, 1), words)
 
     def test_files_that_are_none(self) -> None:
         for name in "log_file", "database":
