@@ -8129,7 +8129,7 @@ class Ddnet(Game):
     )
     switch = "ddnet.enabled"
     contacts = (Contact(
-        "For DDNet and other Teeworlds, in autoexec_server.cfg",
+        "In myServerconfig.cfg, which autoexec_server.cfg executes",
         "sv_register 1\nsv_register_url %(url)s" + DDNET_REGISTER + "%(insecure)s",
         "UDP 8303"),)
     play_link = "ddnet://%s"

@@ -15061,7 +15061,7 @@ class ServingTest(unittest.TestCase):
                  "In minetest.conf:\n\nserver_announce = true\n"
                  "serverlist_url = http://m.example:27790"),
                 ("ddnet", "https://m.example", "DDNet's servers announce themselves.\n\n"
-                 "For DDNet and other Teeworlds, in autoexec_server.cfg:\n\n"
+                 "In myServerconfig.cfg, which autoexec_server.cfg executes:\n\n"
                  "sv_register 1\nsv_register_url https://m.example:443/ddnet/15/register")):
             status, out, err = command("announce", "--game", game, "--port", "5", place)
             self.assertEqual((status, out), (2, ""))
@@ -15082,7 +15082,7 @@ class ServingTest(unittest.TestCase):
             self.assertEqual(blocks, [
                 "Luanti. In minetest.conf:", "    server_announce = true",
                 "    serverlist_url = http://%s:27790" % told,
-                "DDNet. For DDNet and other Teeworlds, in autoexec_server.cfg:",
+                "DDNet. In myServerconfig.cfg, which autoexec_server.cfg executes:",
                 "    sv_register 1",
                 "    sv_register_url http://%s:27790/ddnet/15/register" % told,
                 "    http_allow_insecure 1"])
