@@ -2497,8 +2497,9 @@ SPANS = {
 }
 
 # The table `server` holds every server that was seen in the last year. A row with address '' and
-# port 0 stands for all servers of a game together. In a row with game '', the port is a number that
-# identifies this installation; one with port -1 is of an earlier version, and is not used any more.
+# port 0 stands for all servers of a game together, ALL_GAMES for those of all games. In another row
+# with game '', the port is a number that identifies this installation; one with port -1 is of an
+# earlier version, and is not used any more.
 #
 # The table `listed` holds the servers of the list. Its columns change every minute, and are kept
 # apart from the long texts in `server`, so that 150 rows share a page and few pages are rewritten.
@@ -2514,6 +2515,9 @@ SCHEMA = (
     "CREATE TABLE block (step INTEGER, start INTEGER, server INTEGER, samples BLOB,"
     " PRIMARY KEY (step, start, server)) WITHOUT ROWID",
 )
+
+ALL_GAMES = "", "", -2          # has a sample for each minute in which this master was there
+MOST_PLAYED = 10                # servers of a game that GamePast names
 
 # The attributes of Server in a row of the first version, which stored them as a JSON list
 FIRST_FIELDS = (
@@ -2583,6 +2587,19 @@ class Series(NamedTuple):
     peaks: Counts
 
 
+class GamePast(NamedTuple):
+    """What is stored of a game's players. A number is None if nothing was recorded."""
+
+    peaks: Mapping[str, Optional[int]]      # by "day", "week" and "month"
+    means: Mapping[str, Optional[float]]
+    week: Sequence[Optional[float]]         # the mean of each two hours of a week
+    # The keys of the servers with the most players in the past week, and how many on average
+    most_played: Sequence[Tuple[Key, float]]
+
+
+NO_PAST = GamePast({}, {}, (), ())
+
+
 class Remembered(NamedTuple):
     """What the database remembers of a server. The times are in seconds since 1970."""
 
@@ -2605,6 +2622,27 @@ def mean_and_peak(numbers):
         return 0, 0
     half = len(present) // 2            # added so that the division rounds to the nearest number
     return (sum(present) + half) // len(present), max(present)
+
+
+def without_gaps(counts):
+    return [count for count in counts if count is not None]
+
+
+def mean_of(counts):
+    present_counts = without_gaps(counts)
+    return round(sum(present_counts) / len(present_counts), 1) if present_counts else None
+
+
+def uptime(first_seen, series, *others):
+    """Return the share of the time for which a server was there, from 0 to 1, or None.
+
+    The time before it was first seen does not count, nor that for which this master was away, when
+    none of these Series of the same times has a sample."""
+    samples_before = max(0, int((first_seen - series.start) // series.step))
+    samples = list(zip(series.means, *[other.means for other in others]))[samples_before:]
+    recorded = [counts for counts in samples if any(count is not None for count in counts)]
+    there = [counts for counts in recorded if counts[0] is not None]
+    return len(there) / len(recorded) if recorded else None
 
 
 def series_times(step, length, wall):
@@ -2633,6 +2671,8 @@ class Database:
         self._db: Optional[sqlite3.Connection] = None
         self._is_damaged = False
         self._quarter = -1          # the number of the quarter of an hour of the last sample
+        self._pasts = {}            # what games_past() has returned last,
+        self._pasts_minute = -1.0   # and the minute since 1970 in which that was made
 
     def close(self):
         if self._db is not None:
@@ -2755,7 +2795,8 @@ class Database:
 
     def add_samples(self, wall, samples):
         """Store the player counts of one minute. `samples` has a tuple (game, address, port,
-        players) for each server that responds, and one with address "" and port 0 for each game.
+        players) for each server that responds, one with address "" and port 0 for each game, and
+        one of ALL_GAMES.
 
         If a quarter of an hour has ended, also compute the samples of longer steps, delete old
         ones, and return hourly_players(). Otherwise return None."""
@@ -2804,16 +2845,66 @@ class Database:
         blocks = collections.defaultdict(dict)
         means_by_key = {}
         with self._transaction() as db:
-            for game, address, port, start, block in db.execute(
-                    "SELECT game, address, port, start, samples FROM block"
-                    " JOIN server ON id = server WHERE step = ? AND start >= ? AND start < ?",
-                    (HOUR, form.block_start(times.start), times.stop)):
-                blocks[game, address, port][start] = block
+            for key, start, block in self._hour_blocks(db, times):
+                blocks[key][start] = block
             for key, blocks_of_key in blocks.items():
                 means, _ = form.counts(blocks_of_key, times)
                 if any(mean is not None for mean in means):
                     means_by_key[key] = means
         return means_by_key
+
+    def games_past(self, games, wall):
+        """Return the GamePast of each of these games, by game; that of the game "" is of all games
+        together. It is made once a minute, whoever asks; with 10,000 servers in 0.3 s."""
+        if wall // MINUTE == self._pasts_minute:
+            return self._pasts
+        most_played = self._most_played(wall)
+        pasts = {}
+        for key in (ALL_GAMES, *[(game, "", 0) for game in games]):
+            peaks = {}
+            means = {}
+            for span in ("month", "week", "day"):
+                series = self.history(*key, span, wall)
+                peaks[span] = max(without_gaps(series.peaks), default=None)
+                means[span] = mean_of(series.means)
+                if span == "week":
+                    bars = range(0, len(series.means), 8)
+                    week = [mean_of(series.means[first:first + 8]) for first in bars]
+            game, _, _ = key
+            pasts[game] = GamePast(peaks, means, week, most_played[game])
+        self._pasts = pasts
+        self._pasts_minute = wall // MINUTE
+        return pasts
+
+    def _most_played(self, wall):
+        """Return GamePast.most_played by game."""
+        form = BLOCK_FORMS[HOUR]
+        times = series_times(HOUR, WEEK, wall)
+        totals = collections.Counter()      # of players, over all hours, by key
+        hours = collections.Counter()       # that have a sample, by key
+        most_played = collections.defaultdict(list)
+        with self._transaction() as db:
+            for key, start, block in self._hour_blocks(db, times):
+                first = max(0, times.start - start) // HOUR
+                end = (times.stop - start) // HOUR
+                numbers = form.numbers.unpack(block)[::form.sample_size][first:end]
+                samples = len(numbers) - numbers.count(0)
+                totals[key] += sum(numbers) - samples
+                hours[key] += samples
+        for key, total in totals.most_common():
+            game, address, _ = key
+            servers = most_played[game]
+            if address and total and len(servers) < MOST_PLAYED:
+                servers.append((key, round(total / max(1, hours[game, "", 0]), 1)))
+        return most_played
+
+    def _hour_blocks(self, db, times):
+        """Return the key, the start and the bytes of each block with hours of these times."""
+        for game, address, port, start, block in db.execute(
+                "SELECT game, address, port, start, samples FROM block"
+                " JOIN server ON id = server WHERE step = ? AND start >= ? AND start < ?",
+                (HOUR, BLOCK_FORMS[HOUR].block_start(times.start), times.stop)):
+            yield (game, address, port), start, block
 
     def _server_id(self, db, game, address, port):
         return first_value(db.execute(
@@ -3026,6 +3117,7 @@ class SavedList:
         samples = []
         if wall // MINUTE != self.sampled_minute:
             self.sampled_minute = wall // MINUTE
+            players = 0
             for game, servers in self.registry.games.items():
                 total = 0
                 for server in servers.values():
@@ -3035,6 +3127,8 @@ class SavedList:
                         samples.append((*server.key, server.players))
                         total += server.players
                 samples.append((game, "", 0, total))
+                players += total
+            samples.append((*ALL_GAMES, players))
         if samples or self.registry.altered:
             self.save(now, wall, samples)
 
@@ -8372,7 +8466,10 @@ class Ddnet(Game):
             join=lambda entries, now: b'{"servers":[%s]}\n' % b",\n".join(entries))}
 
     def facts(self, server):
-        return [("Addresses", ", ".join(self.registration(server)["addresses"]))]
+        urls = self.registration(server)["addresses"]
+        endpoints = {endpoint_text(*ddnet_endpoint(url)) for url in urls}
+        endpoints.discard(endpoint_text(server.address, server.port))
+        return [("Also at", ", ".join(sorted(endpoints)))]
 
     def player_names(self, server):
         info = json.loads(self.registration(server)["info"])
@@ -8834,8 +8931,8 @@ $link<link rel="icon" href="/icon.svg" type="image/svg+xml">
 FOOT = """\
 <footer>
 <nav aria-label="More"><a href="/add">Add your server</a>
-<a href="/check">Is my server listed?</a> <a href="/servers.json">JSON</a>
-<a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
+<a href="/games">Games</a> <a href="/check">Is my server listed?</a>
+<a href="/servers.json">JSON</a> <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
 $links</footer>
 """
 
@@ -8907,6 +9004,7 @@ VERIFIED = {
 }
 
 SERVER_PAGE = """\
+<p class="back"><a href="/">← All servers</a> <a href="$game_link"><bdi>$game</bdi></a></p>
 <div id="state" data-live>
 <h1><bdi>$name</bdi> $badges</h1>
 <p class="lead">$lead</p>
@@ -8917,15 +9015,16 @@ $history<section>
 $facts</dl>
 </section>
 <section>
-<h2>Banner</h2>
+<details><summary>Banner for other pages</summary>
 <p><img src="$image" alt="" width="560" height="95"></p>
-<p>For other pages, in HTML:</p>
+<p>In HTML:</p>
 <pre><code>&lt;a href="$base$link"&gt;&lt;img src="$base$image"
 alt="$address" width="560" height="95"&gt;&lt;/a&gt;</code></pre>
 <p>In BBCode, for forums:</p>
 <pre><code>[url=$base$link][img]$base$image[/img][/url]</code></pre>
 <p>In Markdown:</p>
 <pre><code>[![$address]($base$image)]($base$link)</code></pre>
+</details>
 </section>
 """
 
@@ -8974,6 +9073,20 @@ HISTORY = """\
 <div id="history" data-live>
 $chart</div>
 </section>
+"""
+
+GAMES_PAGE = """\
+<h1>Games</h1>
+<p class="lead">Players now, and at most and on average in the past day, week and month.</p>
+<table id="games" data-live>
+<thead>
+<tr><th>Game<th>Servers<th>Now<th>Peak day<th><span class="unseen">Peak</span> week\
+<th><span class="unseen">Peak</span> month<th>Mean day<th><span class="unseen">Mean</span> week\
+<th><span class="unseen">Mean</span> month<th>Past week<th>Most played, past week
+</thead>
+<tbody>
+$rows</tbody>
+</table>
 """
 
 CHECK_PAGE = """\
@@ -9371,6 +9484,39 @@ figure { margin: .75rem 0 0; }
   .chart .tick.long { text-anchor: start; transform: translate(12px, -9px); }
   .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
 }
+
+/* The page of games. On a phone the means are left out, and the chart and the most played servers
+   stand in a second line. Columns: 1 name, 4 peaks, 7 means, 10 chart, 11 most played */
+#games, #games :is(thead, tbody) { display: block; position: static; }
+#games { margin-top: 1.5rem; }
+#games tr { display: flex; flex-wrap: wrap; column-gap: 0; height: auto; padding: .375rem 0; }
+#games :is(th, td) {
+  display: block; flex: none; width: 4.5rem; max-height: none; padding: 0; color: var(--ink);
+  font-size: inherit; text-align: right; white-space: nowrap;
+}
+#games :is(tbody th, td:nth-child(3)) { font-weight: 650; }
+#games :is(thead th, td:nth-child(n+7)) { color: var(--soft); }
+#games thead th, #games td:nth-child(11) { font-size: .8125rem; line-height: 1.25rem; }
+#games :is(th, td):first-child { flex: 2 0 0; text-align: left; }
+#games :is(th, td):nth-child(10) { width: 10rem; padding-left: 1rem; text-align: left; }
+#games :is(th, td):nth-child(11) { flex: 3 0 0; padding-left: 1rem; text-align: left; }
+#games a { text-decoration: none; }
+#games svg { display: block; width: 100%; height: auto; margin: 0; }
+#games td span { display: flex; gap: .5rem; }
+#games td a { overflow: hidden; color: var(--ink); }
+@media (max-width: 64rem) {
+  #games :is(th, td) { width: 3.1rem; font-size: .875rem; }
+  #games thead tr { align-items: end; }
+  #games thead th { font-size: .75rem; white-space: normal; }
+  #games :is(th:nth-child(n+7), td:is(:nth-child(7), :nth-child(8), :nth-child(9))) {
+    display: none;
+  }
+  #games td:nth-child(10) { order: 1; width: 6.2rem; }
+  #games td:nth-child(11) { flex: 1 0 50%; padding: 0; }
+}
+.back { margin-bottom: 1rem; }
+.back a { margin-right: 1rem; text-decoration: none; }
+
 @media print {
   form, .copy, footer { display: none; }
   tr, li, dl div, figure { break-inside: avoid; }
@@ -9407,7 +9553,21 @@ function ago(seconds) {
 function tellTimes() {
   const now = Date.now() + skew;
   for (const time of document.querySelectorAll('time, td[title]'))
-    put(time, ago((now - Date.parse(time.title)) / 1000));
+    put(time, ago((now - Date.parse(time.dateTime || time.title)) / 1000));
+}
+
+// Without this script times are UTC. Here they become those of the reader's zone.
+function tellZone(root) {
+  for (const time of root.querySelectorAll('time'))
+    time.title = new Date(time.dateTime).toLocaleString();
+  for (const place of root.querySelectorAll('[data-time]')) {
+    const time = new Date(place.dataset.time);
+    put(place, place.closest('svg')
+      ? time.toLocaleTimeString([], {hour: '2-digit', minute: '2-digit', hourCycle: 'h23'})
+      : time.toLocaleString([], {dateStyle: 'medium', timeStyle: 'short'}));
+  }
+  for (const note of root.querySelectorAll('.utc'))
+    put(note, root.querySelector('text[data-time]') ? '' : 'Days are those of UTC.');
 }
 
 // ---- A copy button beside each <code>. It shows that it has copied, and tells screen readers.
@@ -9631,6 +9791,7 @@ function patchParts(page) {
     const fresh = page.getElementById(part.id), text = fresh && fresh.innerHTML;
     if (!fresh || text === lastParts.get(part.id)) continue;
     addCopyButtons(fresh);
+    tellZone(fresh);
     const within = part.contains(held);
     const heir = within && [...fresh.querySelectorAll(held.tagName)]
       .find(element => labelOf(element) === labelOf(held));
@@ -9704,6 +9865,7 @@ async function refresh() {
 for (const part of document.querySelectorAll('[data-live]'))
   lastParts.set(part.id, part.innerHTML);
 addCopyButtons(document);
+tellZone(document);
 
 function startSearch(form) {
   form.elements.name.value = view.name;             // a browser may have restored old input
@@ -9941,8 +10103,9 @@ def render_badges(server):
     return Html("".join(pieces))
 
 
-def render_sparkline(counts):
-    """Draw the player counts of 24 hours as a small histogram: an SVG of about 160 bytes.
+def render_sparkline(counts, steps=8):
+    """Draw player counts, such as those of 24 hours, as a small histogram: an SVG of about 160
+    bytes. Its height is `steps` and one more.
 
     `counts` has None for an hour in which the server was away. Without any other, return ""."""
     present_counts = without_gaps(counts)
@@ -9954,14 +10117,10 @@ def render_sparkline(counts):
     for count in counts:
         # y is 0 at the top. An hour in which the server was away has no height, an hour without
         # players is one step high
-        top = 9 if count is None else 8 - round(8 * count / scale)
+        top = steps + 1 if count is None else steps - round(steps * count / scale)
         bars.append("V%dh1" % top)          # up or down to the hour's height, then one step right
-    return Html('<svg aria-hidden="true" viewBox="0 0 24 9"><path d="M0 9%sV9"/></svg>'
-                % "".join(bars))
-
-
-def without_gaps(counts):
-    return [count for count in counts if count is not None]
+    return Html('<svg aria-hidden="true" viewBox="0 0 %d %d"><path d="M0 %d%sV%d"/></svg>'
+                % (len(counts), steps + 1, steps + 1, "".join(bars), steps + 1))
 
 
 def render_page(context, title, template=PAGE, about="", path="", **values):
@@ -10200,17 +10359,18 @@ def render_server_page(context, server, is_listed, history, base, wall):
     """Return the page of one server as UTF-8 bytes.
 
     Its times, and the present time `wall`, are in seconds since 1970. If it is not listed, only its
-    name and its times are known. `history` is a key of SPANS and the Series of the server's player
-    counts, None if no history is kept. `base` is the scheme and host at which other sites reach
-    this page."""
-    span, series = history
+    name and its times are known. `history` is a key of SPANS, the Series of the server's player
+    counts, None if no history is kept, and its uptime() or None. `base` is the scheme and host at
+    which other sites reach this page."""
+    span, series, _ = history
     address = endpoint_text(server.address, server.port)
     name = server.name or address
     link = server_link(server)
+    title = context.games.get(server.game, server.game)
     room = context.rooms.get(server.room, PLAIN_GAME)
     badges = join = players_chart = ""
     if is_listed:
-        texts = [context.games.get(server.game, server.game), room.mode_text(server), server.map]
+        texts = [title, room.mode_text(server), server.map]
         pieces = []
         for text in filter(None, texts):
             # Each may be written from right to left
@@ -10239,6 +10399,8 @@ def render_server_page(context, server, is_listed, history, base, wall):
                 width=width, name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
+        game=title,
+        game_link="/?game=" + urllib.parse.quote(server.game),
         name=name,
         badges=badges,
         lead=lead,
@@ -10255,13 +10417,11 @@ def render_server_page(context, server, is_listed, history, base, wall):
 def server_facts(context, server, is_listed, history, wall):
     """Return the facts about a server as (name, value) pairs, for render_server_page().
 
-    A value is empty if the server has not announced it."""
-    span, series = history
+    A value is empty if the server has not announced it. What the line below its name says, the
+    game, the mode and the map, is left out."""
+    span, _, share = history
     address = endpoint_text(server.address, server.port)
-    facts = [
-        ("Address", fill_template("<code>$address</code>", address=address)),
-        ("Game", context.games.get(server.game, server.game)),
-    ]
+    facts = [("Address", fill_template("<code>$address</code>", address=address))]
     if is_listed:
         room = context.rooms.get(server.room, PLAIN_GAME)
         players = str(server.players)
@@ -10271,8 +10431,6 @@ def server_facts(context, server, is_listed, history, wall):
             players += ", %d of them playing" % server.playing
         facts += [
             ("Players", players),
-            ("Mode", room.mode_text(server)),
-            ("Map", server.map),
             ("Version", server.version),
             ("Country", country_name(server.country)),
             ("Description", server.description),
@@ -10286,14 +10444,10 @@ def server_facts(context, server, is_listed, history, wall):
                 facts.append((heading, value))
         facts += room.facts(server)
         facts.append(("Players online", ", ".join(room.player_names(server))))
-    if series:
-        # Samples from before the server was first seen do not count
-        samples_before = int((server.first_seen - series.start) // series.step)
-        samples = series.means[max(0, samples_before):]
-        if samples:
-            # The share is rounded down, so that it is 100 % only if the server was always there
-            permille = 1000 * (len(samples) - samples.count(None)) // len(samples)
-            facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
+    if share is not None:
+        # Rounded down, so that it is 100 % only if the server was always there
+        permille = math.floor(1000 * share)
+        facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
@@ -10342,6 +10496,40 @@ def render_add_page(context, contacts, is_chosen):
     choice = fill_template('<nav class="tabs" aria-label="Games">$links</nav>\n', links=links)
     main = fill_template(ADD_PAGE, choice=choice, blocks=render_blocks(contacts))
     return render_page(context, "Add your server", path="/add", main=main)
+
+
+# --- The page of games ----------------------------------------------------------------------------
+
+def render_games_page(context, games):
+    """Return the page as UTF-8 bytes. `games` are the entries of /games.json."""
+    rows = [render_played_game(entry) for entry in games]
+    main = fill_template(GAMES_PAGE, rows=rows)
+    return render_page(context, "Games", path="/games", main=main)
+
+
+def render_played_game(entry):
+    numbers = [entry["servers"], entry["players"]]
+    for values in (entry["peaks"], entry["means"]):
+        numbers += [values.get(span) for span in ("day", "week", "month")]
+    servers = []
+    for server in entry["most_played"][:2]:
+        servers.append(fill_template(
+            '<span><a href="$page"><bdi>$name</bdi></a> $number</span>',
+            **server,
+            number=mean_text(server["mean"])))
+    return fill_template(
+        '<tr><th scope="row"><a href="$link"><bdi>$title</bdi></a>$numbers<td>$chart'
+        '<td>$servers\n',
+        link="/?game=" + urllib.parse.quote(entry["game"]),
+        title=entry["title"],
+        numbers=[fill_template("<td>$number", number=mean_text(number)) for number in numbers],
+        chart=render_sparkline(entry["week"], steps=20),
+        servers=servers)
+
+
+def mean_text(mean):
+    """Return a number of players: "0.4", "12", "1,003", or "" for None."""
+    return "" if mean is None else format(round(mean, 1 if mean < 10 else None), ",g")
 
 
 # --- The page for checks --------------------------------------------------------------------------
@@ -10413,14 +10601,15 @@ def render_finding(context, finding, wall):
 CHART = """\
 <figure>
 <svg class="chart" role="img" aria-labelledby="chart-title">\
-<title id="chart-title">Players from $start to $end</title>
+<title id="chart-title">Players from $start to $end UTC</title>
 $axes<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" \
 preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
 <circle cx="$peak_x" cy="$peak_y" r="3"/>\
 <text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
 <text class="label latest$long" x="$latest_x" y="$latest_y" dx="6" dy="5">$latest</text>
 </svg>
-<figcaption>Peak $peak at $peak_time. Latest $latest, $latest_time. Times are UTC.</figcaption>
+<figcaption>Peak $peak at <span data-time="$peak_iso">$peak_time</span>. Latest $latest, \
+$latest_time. <span class="utc">Times are UTC.</span></figcaption>
 </figure>
 """
 
@@ -10447,7 +10636,7 @@ def render_chart(series, wall):
     peak_index = series.peaks.index(peak)
     peak_share = peak_index / count
     latest_index = max(index for index, mean in enumerate(series.means) if mean is not None)
-    latest = format(round(latest_mean, 1 if latest_mean < 10 else None), ",g")
+    latest = mean_text(latest_mean)
     latest_at = series.start + (latest_index + 1) * series.step
     end = series.start + count * series.step
     top, value_axis = render_value_axis(peak)
@@ -10462,6 +10651,7 @@ def render_chart(series, wall):
         area=area,
         peak=format(round(peak, 1), ","),
         peak_time=minute_text(series.start + peak_index * series.step),
+        peak_iso=iso_time(series.start + peak_index * series.step),
         peak_x=chart_x(peak_share),
         peak_y=chart_y(peak / top),
         peak_label_x=chart_x(min(max(peak_share, .04), .96)),       # so that it stays on the page
@@ -10524,8 +10714,10 @@ def render_time_axis(start, end):
             continue
         marks.append(fill_template(
             '<line class="axis$minor" x1="$x" x2="$x" y1="86%" y2="88%"/>'
-            '<text class="middle$minor" x="$x" y="95%">$text</text>\n',
+            '<text class="middle$minor"$time x="$x" y="95%">$text</text>\n',
             x=chart_x((tick - start) / (end - start)),
+            # The script shows hours in the reader's zone. Days stay those of UTC
+            time=Html(' data-time="%s"' % iso_time(tick)) if step < DAY else "",
             text=tick_datetime.strftime(text_format),
             minor=" minor" if len(marks) % 2 else ""))  # a phone shows every other text
     return marks
@@ -10984,6 +11176,7 @@ class Web(TcpProtocol):
         self.responses = {}
         # The player counts of the last day, for the sparklines in the rows of the list page
         self.hourly_players = program.hourly_players()
+        self.games_past = {}            # the GamePasts by game, as the database has given them last
         self.request_counts = collections.Counter()     # by route and status
         self.rooms = program.rooms
         self.routes = dict(ROUTES)
@@ -11470,10 +11663,15 @@ def get_server(web, request):
     database = web.program.database
 
     def job():
-        return database.known(*key), database.history(*key, span, request.wall)
+        remembered = database.known(*key)
+        # Older versions stored no history of ALL_GAMES. That of the game is the next best
+        keys = key, ALL_GAMES, (key[0], "", 0)
+        histories = [database.history(*kept, span, request.wall) for kept in keys]
+        share = uptime(remembered.first_seen, *histories) if remembered else None
+        return remembered, histories[0], share
 
     def respond(result):
-        remembered, series = result
+        remembered, series, share = result
         listed = web.registry.get(*key)
         game, address, port = key
         if listed:
@@ -11490,10 +11688,57 @@ def get_server(web, request):
         base = web.look.url or "%s://%s" % (request.scheme, request.header("Host"))
         is_listed = listed is not None
         page = render_server_page(
-            web.look, server, is_listed, (span, series), base, request.wall)
+            web.look, server, is_listed, (span, series, share), base, request.wall)
         return HttpResponse(page, HTML_TYPE)
 
-    return FromDisk(job, respond) if database else respond((None, None))
+    return FromDisk(job, respond) if database else respond((None,) * 3)
+
+
+def played_games(web, servers):
+    """Return the entries of /games.json: the games that have servers or a history, the most played
+    first, and all games together, with all `servers`."""
+    def entry(game, title, listed):
+        past = web.games_past.get(game, NO_PAST)
+        most_played = []
+        for key, mean in past.most_played:
+            server = web.registry.get(*key)
+            if server:
+                name = server.name or endpoint_text(server.address, server.port)
+                most_played.append({"name": name, "page": server_link(server), "mean": mean})
+        players = sum([server.players for server in listed])
+        return {"game": game, "title": title, "servers": len(listed), "players": players,
+                **past._asdict(), "most_played": most_played}
+
+    games = []
+    for game, title in web.look.games.items():
+        games.append(entry(game, title, web.registry.games.get(game, {}).values()))
+    games = [played for played in games if played["servers"] or played["means"].get("month")]
+    games.sort(key=lambda played: (-played["players"], -(played["means"].get("week") or 0)))
+    return [*games, entry("", "Together", servers)]
+
+
+def get_games(web, request):
+    """Return the games that are played here, as a page or as JSON, the same for all who ask."""
+    is_json = request.route == "/games.json"
+    look = web.look
+    database = web.program.database
+    charge_history(web, request, "month")
+
+    def render(servers, now):
+        games = played_games(web, servers)
+        if is_json:
+            return to_json({"generated": int(now + web.epoch), "games": games})
+        return render_games_page(look, games)
+
+    def respond(pasts):
+        web.games_past = pasts
+        media_type = JSON_TYPE if is_json else HTML_TYPE
+        return web.list_response(request, ListFilter(""), media_type, render)
+
+    if database is None:
+        return respond({})
+    games = tuple(look.games)
+    return FromDisk(lambda: database.games_past(games, request.wall), respond)
 
 
 def get_banner(web, request):
@@ -12052,6 +12297,8 @@ ROUTES = {
     "/server": WebRoute(GET, get_server),
     "/banner.svg": WebRoute(GET, get_banner),
     "/add": WebRoute(GET, get_add),
+    "/games": WebRoute(GET, get_games),
+    "/games.json": WebRoute(GET, get_games),
     "/check": WebRoute(GET, get_check),
     "/style.css": WebRoute(GET, get_style_css),
     "/app.js": WebRoute(GET, text_route(APP_JS, "text/javascript; charset=utf-8")),

@@ -1475,6 +1475,51 @@ class HistoryOnDisk(DatabaseCase):
         with self.assertRaises(KeyError):
             database.history(*self.A, "decade", T0)
 
+    def test_what_is_stored_of_games(self):
+        """Two hours: one server with 4 players, a second one with 10 in the first half hour, and
+        another game with one player. Of 7 whole quarters two have 14 players and five have 4."""
+        database = self.database()
+        b, c = listed_key(2), ("aio", "192.0.2.1", 1)
+        for minute in range(121):
+            others = 10 if minute < 30 else 0
+            samples = [self.A + (4,), c + (1,), self.TOTAL + (4 + others,), ("aio", "", 0, 1),
+                       ms.ALL_GAMES + (5 + others,)]
+            database.add_samples(T0 + 60 * minute, samples + [b + (10,)] * (minute < 30))
+        pasts = database.games_past(("iceball", "aio", "luanti"), T0 + 7259)
+        for game, peaks, means, most_played in (
+                ("iceball", (14, 14, 14), (6.5, 6.9, 6.9), [(b, 5.0), (self.A, 4.0)]),
+                ("aio", (1, 1, 1), (1.0, 1.0, 1.0), [(c, 1.0)]),
+                ("luanti", (None,) * 3, (None,) * 3, []),
+                ("", (15, 15, 15), (7.5, 7.9, 7.9), [])):
+            past = pasts[game]
+            spans = dict.fromkeys(("day", "week", "month"))
+            self.assertEqual(past.peaks, dict(zip(spans, peaks)), game)
+            self.assertEqual(past.means, dict(zip(spans, means)), game)
+            self.assertEqual(past.week, [None] * 83 + [means[1]], game)
+            self.assertEqual(past.most_played, most_played, game)
+        # It is made once a minute for all who ask
+        database.add_samples(T0 + 7260, [self.TOTAL + (50,)])
+        self.assertIs(database.games_past(("aio",), T0 + 7260 - 1), pasts)
+        later = database.games_past(("iceball",), T0 + 7320)["iceball"]
+        self.assertEqual(later.peaks, {"day": 50, "week": 14, "month": 14})
+        with mock.patch.object(ms, "MOST_PLAYED", 1):
+            later = database.games_past(("iceball",), T0 + 7380)["iceball"]
+        self.assertEqual(later.most_played, [(b, 5.0)])
+
+    def test_uptime(self):
+        """From the first time a server was seen, and while this master was there."""
+        there, gone = [1, 0, 3, 4], [None] * 4
+        for first_seen, server, everybody, game, share in (
+                (-5, there, there, gone, 1.0), (-5, [1, None, 1, 1], there, there, 0.75),
+                (0, [None, None, 1, 1], there, gone, 0.5),
+                (120, [None, None, 1, 1], there, gone, 1.0),
+                (0, [1, None, None, 1], [5, None, 5, 5], gone, 2 / 3),      # this master was away
+                (0, [1, None, None, 1], gone, [5, None, 5, 5], 2 / 3),      # an older version's
+                (0, gone, there, there, 0.0), (0, gone, gone, gone, None),
+                (240, gone, there, there, None)):
+            series = [ms.Series(0, 60, counts, counts) for counts in (server, everybody, game)]
+            self.assertEqual(ms.uptime(first_seen, *series), share, (first_seen, server))
+
     def test_the_mean_is_of_the_samples_there_are_and_rounds(self):
         for samples, expected in (([0, 0, 0], (0, 0)), ([1, 2], (2, 2)),
                                   ([1, 1, 2, 0], (1, 2)), ([65_535] * 60, (65_535, 65_535))):
@@ -4926,8 +4971,9 @@ def make_series(span="day"):
     return ms.Series(int(WALL) - count * step, step, means, [mean and mean + 3 for mean in means])
 
 
-def web_of(servers, known=None, template=ms.LIST_PAGE):
-    """What serves these servers, in this order and whatever they tell; `known`: of the others."""
+def web_of(servers, known=None, template=ms.LIST_PAGE, pasts=None):
+    """What serves these servers, in this order and whatever they tell; `known`: of the others, and
+    of one that has been here before; `pasts`: of games."""
     core = with_rooms(make_core(http__title="Open Game Masters"))
     for server in servers:
         core.registry.games[server.game][server.address, server.port] = server
@@ -4935,8 +4981,13 @@ def web_of(servers, known=None, template=ms.LIST_PAGE):
         for room in core.rooms.values():
             if room.owns(server.game, server.details):
                 server.room = room.game
-    database = mock.Mock(known=lambda *key: known,
-                         history=lambda game, address, port, span, wall: make_series(span))
+
+    def history(game, address, port, span, wall):
+        series = make_series(span)
+        return series if address else series._replace(means=[0] * len(series.means))
+
+    database = mock.Mock(known=lambda *key: known, history=history,
+                         games_past=lambda games, wall: pasts or {})
     web = ms.Web(core._replace(
         database=database, listeners=[SimpleNamespace(protocol="aio", port=27011)],
         hourly_players=lambda: {server.key: range(24) for server in servers}))
@@ -4985,7 +5036,8 @@ class PagesTest(unittest.TestCase):
 
     def test_hostile_text_makes_no_tag_and_no_attribute(self):
         servers = hostile_servers()
-        web = web_of(servers)
+        most_played = [(server.key, 1.0) for server in servers]
+        web = web_of(servers, pasts={"iceball": ms.GamePast({}, {}, (), most_played)})
         pages = [page_of(web)]
         for text, server in zip(HOSTILE, servers):
             quoted = urllib.parse.quote(text[:300])
@@ -4994,7 +5046,7 @@ class PagesTest(unittest.TestCase):
             url = "https://h.example/" + text
             gone.look = gone.look._replace(title=text, intro=text + url, links=[(text, url)])
             for shown, path in (
-                    (web, link_to(server)), (web, "/?game=aio&name=" + quoted),
+                    (web, link_to(server)), (web, "/?game=aio&name=" + quoted), (web, "/games"),
                     (web, "/check?address=" + server.address), (gone, link_to(server)),
                     (gone, "/"), (gone, "/" + quoted)):
                 pages.append(page_of(shown, path))
@@ -5066,7 +5118,8 @@ class PagesTest(unittest.TestCase):
             'd="M0 100V87.5h1V100M1 100V75h1V100M4 100V12.5h1V100M6 100V62.5h1V100M7 100V37.5h1V',
             '<circle cx="40.4%" cy="23%"', 'x="40.4%" y="23%" dy="-9">peak 7<',
             'latest" x="83.4%" y="50%" dx="6" dy="5">4<',
-            "Peak 7 at 2026-11-21 00:54. Latest 4, " + ms.time_tag(WALL, WALL + 12))
+            'Peak 7 at <span data-time="2026-11-21T00:54:00Z">2026-11-21 00:54</span>. Latest 4, '
+            + ms.time_tag(WALL, WALL + 12), "Times are UTC.")
         year = ms.render_chart(make_series("year"), WALL)
         self.assertLess(len(re.findall("h.01", year)), 366)         # not one an hour
         self.holds(year, "h.01L24 ")
@@ -5083,7 +5136,7 @@ class PagesTest(unittest.TestCase):
         link = link_to(server)
         fact = '<div%s><dt>%s</dt><dd>%s</dd></div>'
         self.holds(
-            page_of(web_of([server]), link),
+            page_of(web_of([server], ms.Remembered(WALL - 8e6, WALL, "Before")), link),
             # Each part of the lead has its own direction
             "<bdi>Iceball</bdi> · <bdi>\u05de</bdi> · <bdi>&lt;m&gt;</bdi>",
             'href="iceball://192.0.2.1:27790">Play', '<svg class="chart"', "94.9 % of the time",
@@ -5091,10 +5144,14 @@ class PagesTest(unittest.TestCase):
             "1200 of 32, 3 of them playing", "<code>192.0.2.1:27790</code>",
             "It answered this master&#x27;s handshake", ms.time_tag(WALL - 12, WALL),
             fact % ("", "Ping from this master", "23 ms"), fact % ("", "Free slots", "none"),
-            fact % (' class="wide"', "Description", "Builders welcome."))
-        for first_seen, words in ((-3600.0, ">100 % of"), (-72000.0, ">93.9 % of")):
-            server.first_seen = first_seen
-            self.holds(page_of(web_of([server]), link), words)
+            fact % (' class="wide"', "Description", "Builders welcome."),
+            '<p class="back"><a href="/">← All servers</a> <a href="/?game=iceball"><bdi>Iceball<',
+            "<details><summary>Banner",
+            # The line below the name has these already
+            lacks=("<dt>Game<", "<dt>Mode<", "<dt>Map<"))
+        for age, words in ((3600, ">100 % of"), (72000, ">93.9 % of")):
+            known = ms.Remembered(WALL - age, WALL, "")
+            self.holds(page_of(web_of([server], known), link), words)
         gone = web_of([], ms.Remembered(WALL - 9000, WALL - 7200, "Gone <fishing>"))
         self.holds(
             page_of(gone, link), "Gone &lt;fishing&gt;", "Not listed now. Last seen <time",
@@ -5105,6 +5162,61 @@ class PagesTest(unittest.TestCase):
         web.program = web.program._replace(database=None)         # no history is kept
         self.holds(page_of(web, link_to(server)), lacks=("Play<", "chart"))
 
+    def test_games_page(self):
+        """The numbers of now come from the list, the others from the database. Servers that have
+        left the list are not named."""
+        a = make_server(name="<A> & co", players=1200)
+        b = make_server(address="192.0.2.2", name="", players=3)
+        c = make_server("aio", address="192.0.2.3", players=1300)
+        spans = "day", "week", "month"
+        past = ms.GamePast(
+            dict(zip(spans, (14, 1500, 2000))), dict(zip(spans, (0.4, 6.9, 12.0))), [None, 3, 6],
+            [(("iceball", "192.0.2.9", 1), 9.5), (a.key, 7.25), (b.key, 0.5)])
+        kept = {"iceball": past, "luanti": past._replace(most_played=[])}
+        web = web_of([a, b, c], pasts=kept)
+        rows = re.findall(r"<tr><th scope.*", page_of(web, "/games"))
+        shown = [[cell.rstrip() for cell in re.split("<[^>]*>", row) if cell.strip()]
+                 for row in rows]
+        numbers = ["14", "1,500", "2,000", "0.4", "6.9", "12"]
+        self.assertEqual(shown, [
+            ["AIO", "1", "1,300"],
+            ["Iceball", "2", "1,203", *numbers, "&lt;A&gt; &amp; co", " 7.2",
+             "192.0.2.2:27790", " 0.5"],
+            ["Luanti", "0", "0", *numbers],
+            ["Together", "3", "2,503"]])
+        self.holds(rows[1], '<a href="/?game=iceball">', ms.html.escape(ms.server_link(a)),
+                   '<svg aria-hidden="true" viewBox="0 0 3 21"><path d="M0 21V21h1V10h1V0h1V21"/>')
+        answer = json.loads(page_of(web, "/games.json"))
+        self.assertEqual([entry["game"] for entry in answer["games"]],
+                         ["aio", "iceball", "luanti", ""])
+        self.assertEqual(answer["games"][1], {
+            "game": "iceball", "title": "Iceball", "servers": 2, "players": 1203,
+            "peaks": past.peaks, "means": past.means, "week": [None, 3, 6],
+            "most_played": [{"name": "<A> & co", "page": link_to(a), "mean": 7.25},
+                            {"name": "192.0.2.2:27790", "page": link_to(b), "mean": 0.5}]})
+        # Without a database there is only now
+        web.program = web.program._replace(database=None)
+        web.forget_responses()
+        rows = re.findall(r"<tr><th scope.*", page_of(web, "/games"))
+        self.assertEqual(len(rows), 3)
+        self.holds(rows[1], "<td>1,203<td><td><td><td><td><td><td><td>")
+
+    def test_one_answer_about_games_is_made_for_all(self):
+        """Whoever asks within a second gets the body from the cache; later it comes from the disk
+        thread, and is rendered again after CACHE_S at the earliest."""
+        web = web_of([make_server()])
+        for now, renderings in ((0.0, 1), (0.5, 0), (3.0, 0), (ms.CACHE_S + 1.0, 1)):
+            web.tick(now)
+            with mock.patch.object(ms, "played_games", wraps=ms.played_games) as made:
+                for client in range(3):
+                    session = web.session("192.0.2.%d" % client, now)
+                    request = http_request("/games?x=%d" % client)
+                    data = session.receive(request, now)
+                    if session.job:
+                        data = session.resume(session.job(), now)
+                    self.assertEqual(split_response(data)[0], 200)
+            self.assertEqual(made.call_count, renderings, now)
+
     def test_modes_in_words_and_what_is_not_shown(self):
         details = {"gamename": "Hidden3Arena", "tag": "Hidden-1", "people": "2"}
         for game, mode, words in (
@@ -5112,7 +5224,7 @@ class PagesTest(unittest.TestCase):
                 ("openarena", "7", "7"), ("openarena", "CA", "CA"), ("xonotic", "0", "0")):
             server = make_server(game=game, mode=mode, details=details, version="71")
             web = web_of([server])
-            self.holds(page_of(web, link_to(server)), "<dt>Mode</dt><dd>%s</dd>" % words,
+            self.holds(page_of(web, link_to(server)), "· <bdi>%s</bdi> ·" % words,
                        "players · %s · %s · " % (web.look.games[game], words),
                        "<dt>People</dt><dd>2</dd>", lacks=("Hidden", "Tag<", "Gamename<"))
             self.holds(page_of(web, "/"), '<td role="cell">%s<td' % words)
@@ -5411,6 +5523,26 @@ class BrowserCase(unittest.TestCase):
 class BrowserTest(BrowserCase):
     """What the script adds."""
 
+    def test_times_are_those_of_the_reader(self):
+        """In New York it is five hours earlier in November than at Greenwich."""
+        zone = functools.partial(self.browser.call, "Emulation.setTimezoneOverride")
+        self.addCleanup(zone, timezoneId="")
+        link = link_to(self.site.servers[0])
+        for name, first, caption in (
+                ("UTC", "03:00", "Peak 35 at Nov 20, 2026, 5:59 AM. Latest 18, "),
+                ("America/New_York", "22:00", "Peak 35 at Nov 20, 2026, 12:59 AM. Latest 18, ")):
+            zone(timezoneId=name)
+            self.open(link)
+            self.assertEqual(self.all("text[data-time]")[0], first)
+            self.assertIn(caption, self.of("figcaption").replace("\u202f", " "))
+            self.assertNotIn("UTC", self.of("figcaption"))
+            self.refresh()
+            self.assertEqual(self.all("text[data-time]")[0], first)
+        self.assertIn("11/20/2026, 7:59:48", self.all("#facts time", "title")[-1])
+        self.open(link + "&span=week")
+        self.assertEqual(self.all("text.middle:not(.label)")[0], "Sun 15")
+        self.assertIn("Days are those of UTC.", self.of("figcaption"))
+
     def test_search_finds_what_the_master_finds(self):
         """By name or address, in whatever case, here and where the master has to search."""
         for most in 2000, 50:
@@ -5670,6 +5802,33 @@ class BrowserTest(BrowserCase):
 
 class LayoutTest(BrowserCase):
     """What the page is without it, and how it looks."""
+
+    def test_the_games_fit(self):
+        """On a phone the means are left out, and the servers stand below the numbers."""
+        servers = self.site.servers[:3]
+        servers[0].name = "The Very Long-Named Courtroom of Attorney Reenactments, Season 7"
+        spans = dict.fromkeys(("day", "week", "month"), 65535)
+        pasts = {"": ms.GamePast(spans, spans, [1] * 84, [])}
+        for server in servers:
+            most_played = [(one.key, 64.0) for one in servers if one.game == server.game]
+            pasts[server.game] = pasts[""]._replace(most_played=most_played)
+        web = functools.partial(web_of, pasts=pasts)
+        with mock.patch.dict(globals(), web_of=web):
+            for width, shown in ((1920, True), (1280, True), (1025, True), (1024, False),
+                                 (390, False), (320, False)):
+                self.browser.resize(width)
+                self.open("/games")
+                self.assertLessEqual(self.js("document.documentElement.scrollWidth"), width)
+                self.assertEqual(self.css("#games td:nth-child(7)", "display") != "none", shown)
+                boxes = self.js("""[...document.querySelectorAll('#games tbody tr')].map(row =>
+                    [...row.cells].map(cell => cell.getBoundingClientRect()).filter(it => it.width)
+                    .map(({left, right, top, bottom}) => ({left, right, top, bottom})))""")
+                for row in boxes:
+                    for one, other in itertools.combinations(row, 2):
+                        self.assertTrue(one["right"] <= other["left"] + .5
+                                        or other["right"] <= one["left"] + .5
+                                        or one["bottom"] <= other["top"] + .5
+                                        or other["bottom"] <= one["top"] + .5, (width, one, other))
 
     def test_complete_without_the_script(self):
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
@@ -6239,7 +6398,7 @@ class DdnetWorld(World):
     bad_private = ({}, {"ddnet_registration": 5}, {"ddnet_registration": {}}, *DDNET_WRONG)
     blocks = ["sv_register 1\nsv_register_url http://m.example:8000/ddnet/15/register\n"
               "http_allow_insecure 1"]
-    page_words = ("tw-0.6+udp://203.0.113.9:8399",)
+    page_words = ("203.0.113.9:8399",)
 
     def announce(self):
         """Register, with the token that has come by UDP."""
@@ -7810,7 +7969,8 @@ class HttpTest(WebCase):
     def test_a_request_costs_what_it_makes_the_master_do(self):
         """In tokens of its source; registrations in those of messages."""
         self.database(history=mock.Mock(return_value=ms.Series(60, 60, [1], [2])),
-                      known=mock.Mock(return_value=None))
+                      known=mock.Mock(return_value=None),
+                      games_past=mock.Mock(return_value={}))
         for port in range(1, 41):
             self.list(port, "203.0.113.%d" % port)
         spent = []
@@ -7828,6 +7988,7 @@ class HttpTest(WebCase):
                     (http_request("/servers.json?name=s"), 5), (http_request("/check"), 3),
                     (http_request("/history.json?game=iceball"), 1.48),
                     (http_request("/history.json?game=iceball&span=year"), 3.93),
+                    (http_request("/games"), 1.99), (http_request("/games.json"), 1.99),
                     (http_request("/server?%s" % one), 1.48),
                     (http_request("/server?%s&span=year" % one), 3.93),
                     (http_request("/banner.svg?%s" % one), 1),
@@ -8201,7 +8362,7 @@ flavor="3" ping_milliseconds="41"/>
             self.assertRegex(page, r"<dt>First seen</dt><dd><time[^>]*>2 d")
             key = "iceball", "203.0.113.9", 1
             database.known.assert_called_with(*key)
-            database.history.assert_called_with(*key, "week", 1_700_180_005.0)
+            database.history.assert_any_call(*key, "week", 1_700_180_005.0)
             server = self.list(name="Back")
         self.assertEqual(server.first_seen, 0.0)
 
@@ -9219,7 +9380,7 @@ class DdnetTest(WebCase):
             self.assertEqual((self.addresses(), server.address), ([self.URLS], self.HERE))
             self.assertEqual((self.registry.census(1.0)["ddnet"].players,
                               dict(self.registry.own.counts)), (1, {self.HERE: 1}))
-        self.assertEqual(self.ddnet.facts(server), [("Addresses", ", ".join(self.URLS))])
+        self.assertEqual(self.ddnet.facts(server), [("Also at", "[2001:db8::9]:8399")])
 
     def test_addresses_leave_one_by_one(self):
         """Each after 30 s or when it is deleted, the server with its last one; it moves to what it
@@ -12197,11 +12358,11 @@ class SavedListTest(unittest.TestCase):
                 {port or address: count for _, address, port, count in players})
 
     def test_a_batch_is_what_is_new(self) -> None:
-        """Everybody once a minute, with the sum of the game."""
+        """Everybody once a minute, with the sum of the game and that of all games."""
         saved = self.start()
         registry = saved.registry
         one, two, three = (self.hear(saved, port, players=port) for port in (1, 2, 3))
-        self.assertEqual(self.batch(saved, 0.0), ([1, 2, 3], [], {"": 6, 1: 1, 2: 2, 3: 3}))
+        self.assertEqual(self.batch(saved, 0.0), ([1, 2, 3], [], {"": 6, 1: 1, 2: 2, 3: 3, -2: 6}))
         self.assertIsNone(self.batch(saved, 1.0))
         registry.confirm(one, 2.0)
         self.assertIsNone(self.batch(saved, 2.0))
@@ -12210,7 +12371,7 @@ class SavedListTest(unittest.TestCase):
         self.hear(saved, 4)
         self.assertEqual(self.batch(saved, 3.0), ([2, 4], [3], {}))
         registry.update(two, {"responding": False})
-        self.assertEqual(self.batch(saved, 60.0), ([1, 2, 4], [], {"": 1, 1: 1, 4: 0}))
+        self.assertEqual(self.batch(saved, 60.0), ([1, 2, 4], [], {"": 1, 1: 1, 4: 0, -2: 1}))
         for server in registry.servers():
             registry.remove_own(server)
         with mock.patch.object(ms, "KNOWN_AFTER_S", 2.0):
@@ -12929,7 +13090,7 @@ class ClusterTest(ClusterCase):
         write()
         (rows, gone), _ = saved.database.save.call_args
         self.assertEqual(([row[2] for row in rows], gone), ([99], set()))
-        self.assertEqual(len(saved.database.add_samples.call_args[0][1]), 60 + 2)
+        self.assertEqual(len(saved.database.add_samples.call_args[0][1]), 60 + 2 + 1)
         own = self.hear(b, 7, math.inf, "hyperbol")
         b.registry.remove_own(own)                          # as others have it, it is shown
         self.tell(b)
