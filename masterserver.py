@@ -9455,6 +9455,7 @@ header.row { display: flex; flex-wrap: wrap; justify-content: space-between; gap
 .join .play { margin: 0 .75rem 0 0; }
 .join span { color: var(--soft); }
 .join code { margin-left: .25rem; overflow-wrap: anywhere; }
+.join .copy { vertical-align: middle; }
 
 /* In a chart, text keeps its size at every width. Only the curves are stretched */
 figure { margin: .75rem 0 0; }
