@@ -114,6 +114,7 @@ DRAIN_DATAGRAMS = 128           # are read from a socket, in 1 ms, before the ot
 MAX_DATAGRAM_BYTES = 2048       # longer ones are truncated; the longest in a document has 520
 RECV_BYTES = 65536              # the most that is read from a connection at once
 TURNS_S = 0.02                  # connections have their turns, before the datagrams come again
+REFUSED_OPEN = 8                # connections over a source's limit are told so, others just closed
 # After our last byte, further input of the peer is read and dropped, for a time and up to a number
 # of bytes, before the connection is closed. Some clients lose the answer if it is closed at once
 LINGER_S = 5.0
@@ -747,7 +748,7 @@ SETTINGS_AFTER_GAMES = (
     Setting("limits.connections_open", "64", number_reader(1, 100000),
             "Open connections of one source."),
     Setting("limits.connections_total", "2000", number_reader(8, 100000),
-            "Open connections in all; above that the one idle for longest is closed.",
+            "Open connections in all; above that the source with the most loses one.",
             live=False),
     Setting("limits.servers_per_source", "32", number_reader(1, 1000000),
             "Servers of one source that are listed, or queried; of one IPv6 /48, 16 times as "
@@ -12705,12 +12706,14 @@ class TcpConnection:
         self.tally = listener.tally
         self.sock = sock
         self.address = address
-        # The address whose turns it takes. A connection that is exempt takes its own turns
-        self.turn_address = address
-        if self.program.rules.exempts(address):
-            self.turn_address = "connection %d" % id(self)
         self.session = session
         self.wait_for(selectors.EVENT_READ)
+
+    @functools.cached_property
+    def turn_address(self):
+        """The address whose turns it takes. A connection that is exempt takes its own turns."""
+        is_exempt = self.program.rules.exempts(self.address)
+        return "connection %d" % id(self) if is_exempt else self.address
 
     def wait_for(self, events):
         """Have the selector wait for EVENT_READ, EVENT_WRITE or NO_EVENTS from now on."""
@@ -12724,11 +12727,15 @@ class TcpConnection:
         self.events = events
 
     def on_ready(self, now):
-        """Take a turn at once, or wait for it if others do, or if this round has been long."""
-        if self.program.turns or time.monotonic() >= now + TURNS_S:
-            self.wait_for_turn(self.take_turn)
+        self.call_in_turn(self.take_turn, now)
+
+    def call_in_turn(self, method, now):
+        """Call this method at once, or let it wait if others do, or if this round has been long."""
+        # `things` itself, because this is done for each request
+        if self.program.turns.things or time.monotonic() >= now + TURNS_S:
+            self.wait_for_turn(method)
         else:
-            self.take_turn(now)
+            method(now)
 
     def wait_for_turn(self, method):
         """Have this method called with the time. If it waits already, it keeps its place."""
@@ -12882,6 +12889,9 @@ class TcpConnection:
             return
         self.is_closed = True
         self.due = ()
+        if self.program.turns.things:
+            self.program.turns.pop(self.take_turn)
+            self.program.turns.pop(self.tick)
         if self.unsent:
             self.program.unread.remove(self)
         # The selector has to forget the socket while it still has a file descriptor
@@ -13012,7 +13022,8 @@ class UnreadOutput:
     """The answers that slow readers have not taken yet. At most OUTPUT_BYTES wait.
 
     Connections that wait for the same answer share its bytes, which are counted once. If there are
-    too many, the source or IPv6 site whose connections have most left to read loses them."""
+    too many, the source or IPv6 site with the most loses its connections. The bytes of an answer
+    are divided among the sources that wait for it, however many connections each of them has."""
 
     def __init__(self):
         self.answers = {}               # what each connection waits for, by connection
@@ -13028,13 +13039,19 @@ class UnreadOutput:
             self.readers[id(answer)] += 1
         if self.total_bytes <= OUTPUT_BYTES:
             return
-        left = collections.Counter()
-        for waiting in self.answers:
-            bytes_left = len(waiting.unsent) + len(waiting.session.body)
-            left[site_of(waiting.turn_address)] += bytes_left
+        lengths = {}
+        sources = collections.defaultdict(set)      # that wait for an answer, by its id()
+        for waiting, answers in self.answers.items():
+            for answer in answers:
+                lengths[id(answer)] = len(answer)
+                sources[id(answer)].add(site_of(waiting.turn_address))
+        shares = collections.defaultdict(float)
+        for answer_id, sharing in sources.items():
+            for source in sharing:
+                shares[source] += lengths[answer_id] / len(sharing)
 
         def of_its_site(waiting):
-            return left[site_of(waiting.turn_address)]
+            return shares[site_of(waiting.turn_address)]
 
         for waiting in sorted(self.answers, key=of_its_site, reverse=True):
             if self.total_bytes > OUTPUT_BYTES:
@@ -13104,7 +13121,9 @@ class TcpListener:
             self.tally.limited += 1
             # By TLS, a refusal in words would cost a handshake, which takes longer than most
             # requests
-            if self.uses_tls or address in program.rules.blocked:
+            most = program.settings["limits.connections_open"] + REFUSED_OPEN
+            is_flooding = program.connections_by_source.full(address, most)
+            if self.uses_tls or is_flooding or address in program.rules.blocked:
                 sock.close()
                 return
             session = protocol.refusal(address, now)
@@ -13114,7 +13133,7 @@ class TcpListener:
 
         max_connections = min(program.settings["limits.connections_total"],
                               program.max_descriptors - DESCRIPTORS_KEPT)
-        while len(program.connections) >= max(1, max_connections):
+        if len(program.connections) >= max(1, max_connections):
             self.close_least_needed(now)
         sock.setblocking(False)
         if self.uses_tls:
@@ -13125,9 +13144,7 @@ class TcpListener:
         program.connections_by_source.take(address)
         if is_refused or protocol.speaks_first:
             connection.due = (session.opened,)
-            connection.wait_for_turn(connection.take_turn)
-        else:
-            connection.on_ready(now)        # the client's request has usually arrived already
+        connection.on_ready(now)            # the client's request has usually arrived already
 
     def is_over_limit(self, address, now):
         """Has this source too many open connections, or opens it them too fast? The call counts as
@@ -13144,15 +13161,26 @@ class TcpListener:
         return self.uses_tls and not rules.request_limiter.allow(address, now, 0.5)
 
     def close_least_needed(self, now):
-        """Close a connection: one that has had its whole answer, or else the one that has been idle
-        for longest. Connections of game servers that publish themselves are the last choice."""
+        """Close one connection, and one of 64 of a long table, because each call looks at all:
+        those that have had their whole answer, and then those of the sources with the most, the one
+        idle for longest first. Connections of game servers that publish themselves come last."""
         connections = self.program.connections    # the one idle for longest comes first
-        answered = (connection for connection in connections
-                    if connection.session.done and not connection.unsent)
-        clients = (connection for connection in connections if not connection.session.kept)
-        least_needed = next(itertools.chain(answered, clients, connections))
-        least_needed.tally.limited += 1
-        least_needed.close(now)
+        shares = collections.Counter()
+        ranks = {}
+        for connection in reversed(connections):
+            session = connection.session
+            rank = -math.inf
+            if session.done and not connection.unsent:
+                rank = math.inf
+            elif not session.kept:
+                source = site_of(connection.turn_address)
+                shares[source] += 1
+                rank = shares[source]
+            ranks[connection] = rank
+        least_needed = sorted(connections, key=ranks.__getitem__, reverse=True)
+        for connection in least_needed[:1 + len(connections) // 64]:
+            connection.tally.limited += 1
+            connection.close(now)
 
 
 # --- The certificate for HTTPS -------------------------------------------------------------------
@@ -15265,7 +15293,7 @@ class MasterServer:
         """Run one round of the loop: wait until a socket is ready, a tick is due or the time
         `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
-        wait_s = 0.0 if self.turns else max(0.0, wait_until - time.monotonic())
+        wait_s = 0.0 if self.turns.things else max(0.0, wait_until - time.monotonic())
         ready_sockets = self.selector.select(wait_s)
         now = time.monotonic()
         for key, _ in ready_sockets:
@@ -15273,9 +15301,10 @@ class MasterServer:
             self.guarded(on_ready, now)
         if now >= self.next_connection_tick:
             self.next_connection_tick = now + LOOK_S
-            for connection in self.connections:
-                connection.wait_for_turn(connection.tick)
-        self.take_turns(now)
+            for connection in list(self.connections):
+                self.guarded(connection.call_in_turn, connection.tick, now)
+        if self.turns.things:
+            self.take_turns(now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
             if late_s >= 5.0:
@@ -15287,10 +15316,12 @@ class MasterServer:
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
     def take_turns(self, now):
-        """Let connections have their turns for TURNS_S. The others keep their places."""
+        """Let connections have their turns for TURNS_S, however long the datagrams have taken. The
+        others keep their places."""
+        ends = time.monotonic() + TURNS_S
         while self.turns:
             self.guarded(self.turns.next(), now)
-            if time.monotonic() >= now + TURNS_S:
+            if time.monotonic() >= ends:
                 break
 
     def tick(self, now):

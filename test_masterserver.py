@@ -11281,6 +11281,64 @@ class ConnectionTest(unittest.TestCase):
                     connection.answer(9.0, session.receive, b"x")
                 self.assertEqual(len(server.connections), len(readers))
 
+    def test_sources_that_wait_for_the_same_answer_share_its_bytes(self) -> None:
+        """Many readers of the list in a school, and of one address, are not who holds the most."""
+        school, single = "192.0.2.1", "192.0.2.2"
+        attackers = ["198.51.100.%d" % number for number in range(4)]
+        shared, own = bytes(3 << 20), 1 << 20
+        server = bound_master(self)
+        with mock.patch.object(ms, "OUTPUT_BYTES", len(shared) + 5 * own):
+            for address in [school] * 6 + [single] + attackers * 3:
+                session = OneAnswer(own)
+                if address in (school, single):
+                    session.receive = lambda data, now: shared      # type: ignore[method-assign]
+                connection, _ = self.make(session, server, address=address)
+                connection.answer(0.0, session.receive, b"x")
+        left = collections.Counter(connection.address for connection in server.connections)
+        self.assertEqual((left[school], left[single]), (6, 1))
+        self.assertLessEqual(sum(left[address] for address in attackers), 5)
+
+    def test_the_source_with_the_most_makes_room(self) -> None:
+        """The connections, the idlest first, and the order in which they make room: by their
+        places, those that have had their answers (".") first, and game servers ("+") last."""
+        site = ["2001:db8:5:%d::1" % number for number in range(3)]
+        for addresses, order in (
+                ("a a a", "012"), ("h a a a", "1203"), ("a h a b a b", "023145"),
+                ("h+ h+ h+ a b", "34012"), ("h a a a.", "3102"), ("h e e e a a", "401235"),
+                (" ".join(["h", *site]), "1203")):
+            server = bound_master(self, limits__exempt="192.0.2.5")
+            made = []
+            for address in addresses.split():
+                session = OneAnswer()
+                session.kept, session.done = address.endswith("+"), address.endswith(".")
+                name = address.strip("+.")
+                connection, _ = self.make(session, server, address=name if ":" in name else
+                                          "192.0.2.%d" % (ord(name) - ord("`")))
+                made.append(connection)
+            closed = ""
+            while server.connections:
+                connection.listener.close_least_needed(0.0)
+                closed += "".join(str(place) for place, one in enumerate(made)
+                                  if one.is_closed and str(place) not in closed)
+            self.assertEqual(closed, order, addresses)
+
+    def test_a_closed_connection_has_no_turn(self) -> None:
+        connection, _ = self.make(OneAnswer())
+        for method in connection.take_turn, connection.tick:
+            connection.wait_for_turn(method)
+        connection.close(0.0)
+        self.assertEqual(len(connection.program.turns), 0)
+
+    def test_turns_have_their_time_however_late_it_is(self) -> None:
+        """The datagrams of a round do not use it up."""
+        server = bound_master(self)
+        calls: List[float] = []
+        for number in range(5):
+            server.turns.add("192.0.2.1", number, calls.append)
+        with mock.patch.object(ms, "TURNS_S", 60.0):
+            server.take_turns(time.monotonic() - 120.0)
+        self.assertEqual(len(calls), 5)
+
     def test_a_round_is_short_and_sources_take_turns(self) -> None:
         """Of many messages in a packet one is answered, then it is the others' turn, one source
         after another: an IPv6 site is one, and an exempt address waits for none of its own."""
@@ -11774,6 +11832,24 @@ class LimitsOnTheWireTest(unittest.TestCase):
                 client.sendall(b"12#%\n")
                 self.assertEqual(client.recv(5), b"\1\0\0\0\0")
                 self.assertEqual(client.recv(4), b"%12#")
+
+    def test_few_connections_over_a_limit_are_told_so(self) -> None:
+        """The others of the same source are closed without a word."""
+        limits = {"limits__exempt": "", "limits__connections_open": "3"}
+        for rate, accepted in ("1000/1000", 3), ("1/1", 1):
+            server = bound_master(self, http__ports="0", limits__connections=rate, **limits)
+            listener, = server.tcp_listeners
+            for number in range(50):
+                ours, theirs = socket.socketpair()
+                self.addCleanup(theirs.close)
+                listener.accept(ours, "192.0.2.1", 0.0)
+                self.assertEqual(ours.fileno() < 0, number >= 3 + ms.REFUSED_OPEN)
+            self.assertEqual(server.tallies["http"].connections, accepted)
+            self.assertEqual(len(server.connections), 3 + ms.REFUSED_OPEN)
+            ours, theirs = socket.socketpair()
+            self.addCleanup(theirs.close)
+            listener.accept(ours, "192.0.2.2", 0.0)
+            self.assertEqual(server.tallies["http"].connections, accepted + 1)
 
     def test_out_of_descriptors(self) -> None:
         """Accepting rests until the next tick, said once, and goes on; it does not spin."""
