@@ -9977,8 +9977,12 @@ def readable(colour, target, other):
 
 def mixed(colour, other, part):
     """Return a colour of which this part is another one."""
-    pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]))
+    pairs = zip(colour_bytes(colour), colour_bytes(other))
     return "#" + bytes([round(a + (b - a) * part) for a, b in pairs]).hex()
+
+
+def colour_bytes(colour):
+    return bytes.fromhex(colour.lstrip("#"))
 
 
 def contrast(colour, other):
@@ -9989,7 +9993,7 @@ def contrast(colour, other):
 
 def luminance(colour):
     parts = []
-    for value in bytes.fromhex(colour[1:]):
+    for value in colour_bytes(colour):
         part = value / 255
         parts.append(part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4)
     red, green, blue = parts
@@ -10043,7 +10047,8 @@ def check_list_template(text):
         if match["escaped"] or name in LIST_PLACEHOLDERS:
             continue
         line = text.count("\n", 0, match.start()) + 1
-        dollar = match[0] if name else text[match.start():match.start() + 10].splitlines()[0]
+        beginning = match.group() if name else text[match.start():match.start() + 10]
+        dollar, _, _ = beginning.partition("\n")
         raise ValueError(
             "line %d: '%s' is no placeholder (those are $%s). Write the sign twice: '$%s'"
             % (line, dollar, ", $".join(LIST_PLACEHOLDERS), dollar))
