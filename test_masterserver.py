@@ -1479,7 +1479,8 @@ class HistoryOnDisk(DatabaseCase):
         """Two hours: one server with 4 players, a second one with 10 in the first half hour, and
         another game with one player. Of 7 whole quarters two have 14 players and five have 4."""
         database = self.database()
-        b, c = listed_key(2), ("aio", "192.0.2.1", 1)
+        b, c, older = listed_key(2), ("aio", "192.0.2.1", 1), ("aio", "192.0.2.1", 2)
+        database.add_samples(T0 + ms.HOUR - ms.WEEK, [older + (500,)])
         for minute in range(121):
             others = 10 if minute < 30 else 0
             samples = [self.A + (4,), c + (1,), self.TOTAL + (4 + others,), ("aio", "", 0, 1),
@@ -5536,6 +5537,7 @@ class BrowserTest(BrowserCase):
             self.assertEqual(self.all("text[data-time]")[0], first)
             self.assertIn(caption, self.of("figcaption").replace("\u202f", " "))
             self.assertNotIn("UTC", self.of("figcaption"))
+            self.js("lastText = lastParts.clear()")       # as if the chart had changed
             self.refresh()
             self.assertEqual(self.all("text[data-time]")[0], first)
         self.assertIn("11/20/2026, 7:59:48", self.all("#facts time", "title")[-1])
@@ -5824,6 +5826,7 @@ class LayoutTest(BrowserCase):
                     [...row.cells].map(cell => cell.getBoundingClientRect()).filter(it => it.width)
                     .map(({left, right, top, bottom}) => ({left, right, top, bottom})))""")
                 for row in boxes:
+                    self.assertLessEqual(max(box["right"] for box in row), width)
                     for one, other in itertools.combinations(row, 2):
                         self.assertTrue(one["right"] <= other["left"] + .5
                                         or other["right"] <= one["left"] + .5
