@@ -8893,9 +8893,7 @@ $intro</div>
 $totals<nav class="links" aria-label="Site"><a href="/add">Add your server</a></nav>
 </header>
 <main>
-<div class="bar">
-$tabs$search</div>
-$table</main>
+$tabs$search$table</main>
 $foot</body>
 </html>
 """
@@ -8938,30 +8936,49 @@ $links</footer>
 """
 
 SEARCH = """\
-<form id="search" action="/" role="search">
+<form id="search" action="/" role="search"$empty>
 <input type="hidden" name="game" value="$game">
-<label>Name <input type="search" name="name" value="$name" maxlength="128"
- autocomplete="off" spellcheck="false"></label>
-<label>Min. players <input type="number" name="players_min" value="$players_min"
+<input type="search" name="q" value="$text" aria-label="Search" maxlength="128"
+ placeholder="Name, map, player, address" autocomplete="off" spellcheck="false">
+<details class="filters"><summary>Filters</summary>
+<div>$hide<label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
 <details id="countries"$hidden><summary>$summary</summary>
 <div class="choice" id="country-boxes" data-live>$boxes</div></details>
+</div></details>
+<label class="order">Order <select name="sort">$orders</select></label>
 <button>Search</button>
+<a id="clear" class="play" href="$all"$clear>Clear the search</a>
 </form>
 """
 
+BOX = '<label><input type="checkbox" name="%s" value="$value"$marked> $words</label>\n'
+ORDER = '<option value="$value"$marked>$words</option>'
+
 TABLE = """\
 <p id="status" role="status">$status</p>
-<table role="table" aria-label="Servers" id="servers" data-total="$total"$state>
-<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Game\
-<th role="columnheader">Mode<th role="columnheader">Map<th role="columnheader">Players\
-<th role="columnheader">Version<th role="columnheader">Seen\
-<th role="columnheader">Country<th role="columnheader">Address</thead>
+<svg hidden>$symbols</svg>
+<table role="table" aria-label="Servers" id="servers" class="$classes" data-total="$total"$hidden>
+<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Players\
+<th role="columnheader">Game<th role="columnheader">Mode<th role="columnheader">Map\
+<th role="columnheader">Country<th role="columnheader">Address<th role="columnheader">Version\
+<th role="columnheader">Seen</thead>
 <tbody role="rowgroup">
 $rows</tbody>
 </table>
+<p class="legend" id="legend" data-live>$legend</p>
 <div id="empty">$empty</div>
 """
+
+# What stands for the words of render_badges() in a row of the list, 12 pixels wide
+SIGNS = {
+    "official": '<path d="M2 6.5 4.75 9.5 10.25 2.75"/>',
+    "unconfirmed": '<circle cx="6" cy="6.25" r="4.25" stroke-dasharray="1.7 1.64"/>',
+    "self-reported": '<path d="M1.5 3h3v3L3 9M7 3h3v3L8.5 9"/>',
+    "another list": '<path d="M3 9.5 9.25 3.25M4.25 3h5.25v5.25"/>',
+    "not responding": '<path d="M2.5 3 9.5 10M9.5 3 2.5 10"/>',
+    "password": '<path d="M4 5.75V4a2 2 0 0 1 4 0v1.75M2.5 6h7v4.5h-7z"/>',
+}
 
 EMPTY = """\
 <section class="empty">
@@ -9141,7 +9158,7 @@ ICON_SVG = """\
 # The colours are custom properties, in one set for light and one for dark. Text has a contrast of
 # at least 4.5:1 to its background.
 STYLE_CSS = r""":root {
-  color-scheme: light dark;
+  color-scheme: light dark; --edge: 1.25rem;
   --ground: #fcfbf8; --raised: #f4f1ea; --ink: #1d1b18; --soft: #625d55; --line: #e3dfd6;
 }
 @media (prefers-color-scheme: dark) {
@@ -9156,7 +9173,7 @@ html {
   scroll-padding-top: 2.5rem;       /* the table's head */
 }
 body {
-  margin: 0 auto; padding: 0 1.25rem; max-width: 75rem; background: var(--ground);
+  margin: 0 auto; padding: 0 var(--edge); max-width: 100rem; background: var(--ground);
   color: var(--ink);
   font: 400 .9375rem/1.5rem
     system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
@@ -9178,7 +9195,7 @@ code, pre {
 [hidden] { display: none !important; }
 /* A name that consists of combining marks alone cannot be broken, so it is clipped. The padding
    keeps visible what stands a little outside, such as the ring around a focus */
-main { margin: 0 -1rem; padding: 0 1rem; overflow-x: clip; }
+main { margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: clip; }
 .unseen {
   position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
   white-space: nowrap;
@@ -9221,13 +9238,15 @@ form {
   font-size: .875rem;
 }
 form label { display: inline-flex; align-items: center; gap: .5rem; }
-input, button { font: inherit; color: var(--ink); }
+input, button, select { font: inherit; color: var(--ink); }
 button:hover { color: var(--accent); }
-input:not([type=checkbox]) {
+input:not([type=checkbox]), select {
   height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft);
   border-radius: 3px; background: var(--raised);
 }
-input[type=search] { width: 11rem; }
+#search { position: relative; margin-top: .75rem; }
+#search .play { margin: 0; }
+input[type=search] { width: clamp(12rem, 24vw, 20rem); min-width: 0; }
 #search input[type=number] { width: 3.75rem; }
 input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
 ::placeholder { color: var(--soft); opacity: 1; }
@@ -9238,13 +9257,21 @@ form button {
 form button:hover { border-color: currentColor; }
 form.check { margin-top: 1.5rem; }
 .check input { width: 16rem; max-width: 100%; }
+@media (max-width: 40rem) {
+  .check input { flex: 1; min-width: 0; }
+  .check label:first-child { flex: 1 0 100%; }
+}
 .check input[type=number] { width: 6rem; }
-/* The choice of countries lies over the list, so that nothing moves when it opens */
-details { position: relative; }
-summary { height: 2rem; padding: .25rem 0; cursor: pointer; white-space: nowrap; }
+/* What opens lies over the list, so that nothing moves */
+summary { min-height: 2rem; padding: .25rem 0; cursor: pointer; white-space: nowrap; }
 summary:hover { color: var(--accent); }
+.filters > div {
+  display: flex; flex-wrap: wrap; align-items: center; gap: .25rem 1.25rem; position: absolute;
+  z-index: 2; padding: .5rem .875rem; border: 1px solid var(--line); border-radius: 3px;
+  background: var(--raised);
+}
 .choice {
-  position: absolute; right: 0; z-index: 2; min-width: 14rem; max-width: calc(100vw - 3rem);
+  position: absolute; z-index: 2; min-width: 14rem; max-width: calc(100vw - 3rem);
   max-height: 20rem; overflow-y: auto; padding: .5rem .875rem; border: 1px solid var(--line);
   border-radius: 3px; background: var(--raised);
 }
@@ -9253,46 +9280,50 @@ summary:hover { color: var(--accent); }
 .choice small { margin-left: auto; padding-left: .75rem; }
 
 /* The board. Its rows are not displayed as those of a table, so that rows out of sight cost no
-   layout, and so that a phone can fold them.
-   Columns: 1 name, 2 game, 3 mode, 4 map, 5 players, 6 version, 7 seen, 8 country, 9 address */
-#status { margin: 1rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
+   layout, and so that a phone can fold them. They reach into the margins, where the stars hang.
+   Columns: 1 name, 2 players, 3 game, 4 mode, 5 map, 6 country, 7 address, 8 version, 9 seen */
+#status { margin: .5rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
 #status:first-child:empty { display: none; }
-table, thead, tbody { display: block; }
-tr {
-  display: flex; column-gap: .875rem; align-items: center; border-bottom: 1px solid var(--line);
+.board, .board :is(thead, tbody) { display: block; }
+.board tr {
+  position: relative; display: flex; column-gap: .875rem; align-items: center;
+  margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge);
+  background: linear-gradient(var(--line) 0 0) bottom / calc(100% - 2 * var(--edge)) 1px no-repeat;
 }
-thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
-tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
-tbody tr:hover { background: var(--raised); }
-th {
+.board thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
+.board tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
+.board tbody tr:hover { background-color: var(--raised); }
+.board :is(th, td) {
+  flex: none; width: 5rem; min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap;
+}
+.board th {
   padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left;
 }
 th button {
-  margin: 0 -.25rem; padding: 0 .25rem; border: 0; background: none; color: inherit;
-  cursor: pointer; white-space: nowrap;
+  padding: 0; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap;
 }
-th[aria-sort] { color: var(--ink); }
+.board th[aria-sort] { color: var(--ink); }
 th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
 th[aria-sort=descending] button::after { content: "\00a0↓"; }
-td {
-  min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap;
-  max-height: 1.5rem;
-}
-.one-game :is(th, td):nth-child(2), .no-country :is(th, td):nth-child(8) { display: none; }
-td:first-child { display: flex; }
-td:first-child a { min-width: 0; overflow: hidden; font-weight: 650; text-decoration: none; }
+.no-game :is(th, td):nth-child(3), .no-mode :is(th, td):nth-child(4),
+.no-map :is(th, td):nth-child(5), .no-country :is(th, td):nth-child(6),
+.no-version :is(th, td):nth-child(8) { display: none; }
+.board :is(td:first-child, td:nth-child(2), td:nth-child(7)) { display: flex; align-items: center; }
+.board td:first-child a { min-width: 0; font-weight: 650; text-decoration: none; }
+.board td a:hover { text-decoration: underline; }
 /* A name that is too long loses its end, even if it runs from right to left */
-td bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }
-td:nth-child(n+2) { color: var(--soft); }
-td:nth-child(4), td:nth-child(5) { color: var(--ink); }
-tr.empty :is(b, td:first-child a) { font-weight: 400; }
-tr.empty td:nth-child(n+4), tr.full td { color: var(--soft); }
-tr.full :is(svg, meter) { opacity: .5; }
-td:nth-child(5), td:last-child { display: flex; align-items: center; }
-td span { flex: 0 0 4rem; line-height: 1.25rem; }
-td svg { width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
-td svg, .totals svg { fill: var(--accent); opacity: .75; }
+.board bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }
+.board [data-with] a::after {
+  content: "with " attr(data-with); margin-left: .625rem; color: var(--soft); font-weight: 400;
+}
+.board td:nth-child(n+3), .empty td:nth-child(2), .full td:nth-child(2) { color: var(--soft); }
+.empty :is(b, td:first-child a) { font-weight: 400; }
+.full td:nth-child(2) :is(svg, meter) { opacity: .5; }
+.board td > span { flex: 0 0 4rem; line-height: 1.25rem; }
+.board td > svg { flex: none; width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
+.board td > svg, .totals svg { fill: var(--accent); opacity: .75; }
 meter {
   display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0;
   background: var(--line);
@@ -9302,24 +9333,30 @@ meter::-webkit-meter-bar { height: 2px; border: 0; border-radius: 0; background:
 meter::-webkit-meter-optimum-value { background: var(--accent); }
 meter::-moz-meter-bar { background: var(--accent); }
 i {
-  flex: none; margin-left: .5rem; color: var(--soft); font-size: .75rem; font-style: normal;
+  flex: none; margin-left: .375rem; color: var(--soft); font-size: .75rem; font-style: normal;
   font-weight: 400; letter-spacing: 0; white-space: nowrap;
 }
-td i { line-height: 1.625rem; }
-/* If there is no room, the second badge is cut first, then the name */
-td i + i { flex: 0 9999 auto; overflow: hidden; text-overflow: ellipsis; }
-td a, td .copy { outline-offset: -2px; }
+i svg {
+  width: .75rem; height: .75rem; vertical-align: -.0625rem; fill: none; stroke: currentColor;
+  stroke-width: 1.25;
+}
+.legend {
+  display: flex; flex-wrap: wrap; gap: 0 1.5rem; margin-top: 1rem; color: var(--soft);
+  font-size: .8125rem;
+}
+.legend i { margin: 0; }
+.board :is(a, button) { outline-offset: -2px; }
 abbr {
   display: inline-block; padding: 0 .25rem; border: 1px solid var(--line); border-radius: 2px;
   font-size: .75rem; line-height: 1rem; vertical-align: .0625rem; text-decoration: none;
   letter-spacing: .05em;
 }
-td code { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; }
-td a:hover { text-decoration: underline; }
-.copy {
+.board code { min-width: 0; overflow: hidden; text-overflow: ellipsis; }
+.copy, .star {
   position: relative; flex: none; width: 1.5rem; height: 1.5rem; margin-left: .25rem; padding: 0;
   border: 0; background: none; color: var(--soft); vertical-align: top; cursor: pointer;
 }
+.board .copy { margin-left: auto; }
 .copy::before, .copy::after {
   content: ""; position: absolute; width: .5625rem; height: .6875rem; border: 1px solid;
   border-radius: 2px;
@@ -9333,6 +9370,12 @@ td a:hover { text-decoration: underline; }
   top: .25rem; width: .4375rem; height: .8125rem; border-width: 0 2px 2px 0; border-radius: 0;
   color: var(--accent); rotate: 40deg;
 }
+.star::before { content: "☆"; }
+.star[aria-pressed=true]::before { content: "★"; color: var(--accent); }
+.board .star { position: absolute; left: 0; top: .5rem; width: var(--edge); margin: 0; }
+@media (hover: hover) {
+  .board tr:not(:hover) .star:not([aria-pressed=true], :focus-visible) { opacity: 0; }
+}
 section.empty { margin: 3rem 0; max-width: 42rem; }
 .empty p + p { margin-top: 1rem; }
 pre {
@@ -9340,61 +9383,79 @@ pre {
   background: var(--raised); white-space: pre-wrap;
 }
 
-/* Every column has a width of its own, and is hidden on screens that have no room for it. The name
-   takes the remaining space */
-@media (min-width: 40.01rem) {
-  th, td { flex: none; width: 5rem; }
-  :is(th, td):first-child { flex: 1; }
-  :is(th, td):nth-child(2) { width: 5.5rem; }
-  :is(th, td):nth-child(3) { width: 6rem; }
-  :is(th, td):nth-child(4), :is(th, td):nth-child(5) { width: 8rem; }
-  :is(th, td):nth-child(8) { width: 3.75rem; }
-  :is(th, td):last-child { width: 12rem; }
+/* Every column has a width of its own. The name takes what remains, at least 35 %: as it gets
+   narrow, first Seen leaves, then Version, Mode, and Map */
+@media (min-width: 54.01rem) {
+  .order { display: none !important; }
+  .board :is(th, td):first-child { flex: 1; }
+  .board :is(th, td):nth-child(2) { width: 8rem; }
+  .board :is(th, td):nth-child(3) { width: 5.5rem; }
+  .board :is(th, td):nth-child(4) { width: clamp(6rem, 8vw, 8.5rem); }
+  .board :is(th, td):nth-child(5) { width: 8.5rem; }
+  .board :is(th, td):nth-child(6) { width: 3.5rem; }
+  .board :is(th, td):nth-child(7) { width: 11.75rem; }
 }
-@media (max-width: 70rem) { :is(th, td):nth-child(3), :is(th, td):nth-child(6) { display: none; } }
-@media (max-width: 60rem) { :is(th, td):nth-child(7) { display: none; } }
-@media (min-width: 40.01rem) and (max-width: 52rem) {
-  .one-game :is(th, td):nth-child(4) { width: 6rem; }
-  table:not(.one-game) :is(th, td):nth-child(4) { display: none; }
+@media (max-width: 99.99rem) { .board :is(th, td):nth-child(9) { display: none; } }
+@media (max-width: 89.99rem) { .board :is(th, td):nth-child(8) { display: none; } }
+@media (min-width: 54.01rem) and (max-width: 79rem) {
+  .board :is(th, td):nth-child(4) { display: none; }
+}
+@media (min-width: 54.01rem) and (max-width: 68rem) {
+  .board:not(.no-game) :is(th, td):nth-child(5) { display: none; }
+}
+/* With room the filters stand in the form. A browser that cannot open them has the button */
+@media (min-width: 64rem) {
+  @supports selector(::details-content) {
+    .filters > summary { display: none; }
+    .filters::details-content { content-visibility: visible; }
+    .filters > div { position: static; padding: 0; border: 0; background: none; }
+  }
 }
 
-/* On a phone every row has two lines: name and players above, game, mode, map, country and address
-   below them */
-@media (max-width: 40rem) {
-  html { scroll-padding-top: 6rem; }
-  body { padding: 0 1rem; }
-  header { padding: 1.5rem 0 1.25rem; }
+/* Narrow: every row has two lines, games scroll sideways, filters open over the list */
+@media (max-width: 54rem) {
+  :root { --edge: 1rem; }
+  header { padding: .875rem 0 .5rem; }
+  header.list { gap: .5rem; }
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
-  #search input[type=search], .check input { flex: 1; min-width: 0; }
-  #search, #search label:has([type=search]), .check label:first-child { flex: 1 0 100%; }
-  thead tr { flex-wrap: wrap; }
-  tbody tr {
-    display: grid;
-    grid-template-columns: fit-content(5rem) fit-content(6rem) minmax(0, 1fr) auto auto auto;
-    column-gap: 0; align-items: start;
-    height: 4rem; padding: .5rem 0; contain-intrinsic-height: 4rem;
+  main > .tabs {
+    flex-wrap: nowrap; margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: auto;
+    scrollbar-width: none; white-space: nowrap;
   }
-  :is(th, td):nth-child(3) { display: block; }
-  td:first-child { grid-area: 1 / 1 / 2 / 6; margin-right: .75rem; font-size: 1rem; }
-  td:nth-child(5) { grid-area: 1 / 6; width: 7.25rem; }
-  td:nth-child(2), td:nth-child(3), td:nth-child(4) {
-    grid-area: 2 / 1; margin-right: .5rem; color: var(--soft); font-size: .8125rem;
+  main > .tabs [aria-current=page] { order: -1; }
+  #search { gap: .25rem .875rem; margin: .5rem 0 0; }
+  #search input[type=search] { flex: 1 0 min(60%, 22rem); height: 2.25rem; font-size: 1rem; }
+  .filters > div { left: 0; right: 0; top: 2.5rem; max-height: 60vh; overflow-y: auto; }
+  .choice { position: static; max-height: none; padding: 0 0 0 1rem; border: 0; }
+  .order select { height: 1.75rem; border-color: transparent; background: none; }
+  /* What the columns are called is for screen readers, and for who walks there by the keyboard */
+  .board thead tr { flex-wrap: wrap; }
+  .board thead:not(:focus-within) {
+    position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
   }
-  td:nth-child(3) { grid-column: 2; }
-  td:nth-child(4) { grid-column: 3; }
-  td:nth-child(8) { grid-area: 2 / 4; margin-right: .5rem; }
-  td:last-child { grid-area: 2 / 5 / 3 / 7; justify-content: end; }
-  td:last-child code { flex: 0 1 auto; max-width: 10.5rem; font-size: .75rem; }
-  td span { flex-basis: 3.5rem; }
-  form { position: relative; gap: .5rem .875rem; font-size: .8125rem; }
-  details { position: static; }
-  .choice { left: 0; }
+  .board tbody tr {
+    display: grid; align-content: center; column-gap: .625rem; height: 4.25rem;
+    grid-template: 1.75rem 1.5rem / auto fit-content(6.5rem) minmax(0, 1fr) auto 3.5rem 1.75rem;
+    contain-intrinsic-height: 4.25rem;
+  }
+  .board tbody td { width: auto; grid-row: 2; font-size: .8125rem; }
+  .board td:first-child { grid-area: 1 / 1 / 2 / 5; font-size: 1rem; }
+  .board td:nth-child(2) {
+    grid-area: 1 / 5 / 3 / 6; flex-direction: column; font-size: .9375rem;
+  }
+  .board td > span { flex: none; width: 100%; }
+  .board td > svg { width: 100%; height: 1.25rem; margin: .375rem 0 0; }
+  .board td:nth-child(5) { grid-column: 3; }
+  .board td:nth-child(6) { grid-column: 4; }
+  .board td:nth-child(7) { grid-area: 2 / 6; }
+  .board code { display: none; }
+  .board .star { left: auto; right: .75rem; top: .5rem; width: 2rem; font-size: 1.125rem; }
 }
-/* If text is twice as large on a phone, sparklines and badges are left out */
+/* If text is twice as large on a phone, curves and signs are left out */
 @media (max-width: 19.99rem) {
-  td:nth-child(5) { width: 3.5rem; }
-  td svg, td i { display: none; }
+  .board tbody tr { column-gap: .375rem; }
+  .board :is(td > svg, i) { display: none; }
 }
 
 /* The pages of one server, of /check, and of errors */
@@ -9489,12 +9550,15 @@ figure { margin: .75rem 0 0; }
 
 /* The page of games. On a phone the means are left out, and the chart and the most played servers
    stand in a second line. Columns: 1 name, 4 peaks, 7 means, 10 chart, 11 most played */
-#games, #games :is(thead, tbody) { display: block; position: static; }
+#games, #games :is(thead, tbody) { display: block; }
 #games { margin-top: 1.5rem; }
-#games tr { display: flex; flex-wrap: wrap; column-gap: 0; height: auto; padding: .375rem 0; }
+#games tr {
+  display: flex; flex-wrap: wrap; align-items: center; padding: .375rem 0;
+  border-bottom: 1px solid var(--line);
+}
 #games :is(th, td) {
-  display: block; flex: none; width: 4.5rem; max-height: none; padding: 0; color: var(--ink);
-  font-size: inherit; text-align: right; white-space: nowrap;
+  display: block; flex: none; min-width: 0; width: 4.5rem; padding: 0; overflow: hidden;
+  font-weight: 400; text-align: right; text-overflow: ellipsis; white-space: nowrap;
 }
 #games :is(tbody th, td:nth-child(3)) { font-weight: 650; }
 #games :is(thead th, td:nth-child(n+7)) { color: var(--soft); }
@@ -9503,7 +9567,7 @@ figure { margin: .75rem 0 0; }
 #games :is(th, td):nth-child(10) { width: 10rem; padding-left: 1rem; text-align: left; }
 #games :is(th, td):nth-child(11) { flex: 3 0 0; padding-left: 1rem; text-align: left; }
 #games a { text-decoration: none; }
-#games svg { display: block; width: 100%; height: auto; margin: 0; }
+#games svg { display: block; width: 100%; fill: var(--accent); opacity: .75; }
 #games td span { display: flex; gap: .5rem; }
 #games td a { overflow: hidden; color: var(--ink); }
 @media (max-width: 64rem) {
@@ -9520,18 +9584,18 @@ figure { margin: .75rem 0 0; }
 .back a { margin-right: 1rem; text-decoration: none; }
 
 @media print {
-  form, .copy, footer { display: none; }
+  form, .copy, .star, footer { display: none; }
   tr, li, dl div, figure { break-inside: avoid; }
 }
 """
 
 APP_JS = r"""'use strict';
-// Every page is complete without this script. It adds: search as you type, sorting, hiding, copy
-// buttons, and a refresh every five seconds that touches only what has changed.
+// Every page is complete without this script. It adds: search as you type, sorting, favourites,
+// copy buttons, and a refresh every five seconds that touches only what has changed.
 
 const COLUMNS = [
-  'name', 'game', 'mode', 'map', 'players', 'version', 'seen', 'country', 'address'];
-const PLAYERS = 4, SEEN = 6, COUNTRY = 7, ADDRESS = 8;
+  'name', 'players', 'game', 'mode', 'map', 'country', 'address', 'version', 'seen'];
+const PLAYERS = 1, MODE = 3, MAP = 4, COUNTRY = 5, ADDRESS = 6, SEEN = 8;
 const table = document.querySelector('#servers');
 const LIVE = table ? '#servers' : '[data-live]';    // what a refreshed page must have too
 const rowsOf = page => [...page.querySelectorAll('#servers tbody tr')];
@@ -9613,10 +9677,10 @@ document.addEventListener('click', async event => {
 
 const linked = new URLSearchParams(location.search);
 const view = {
-  name: linked.get('name') || '',
+  q: linked.get('q') || linked.get('name') || '',
   players_min: linked.get('players_min') || '',
   country: linked.getAll('country').join().toLowerCase().split(',').filter(Boolean),
-  hide: (linked.get('hide') || '').split(',').filter(Boolean),
+  hide: linked.getAll('hide').join().split(',').filter(Boolean),
   sort: linked.get('sort') || '',
 };
 const NUMBERS = ['players', 'seen'];                // sorted with the largest first
@@ -9635,7 +9699,7 @@ let capped = false;         // true: the page lacks some rows, so the master mus
 function viewQuery() {
   const query = new URLSearchParams(location.search);
   const players_min = +view.players_min ? view.players_min : '';
-  for (const [key, value] of [['name', view.name], ['players_min', players_min],
+  for (const [key, value] of [['name', ''], ['q', view.q], ['players_min', players_min],
                               ['country', view.country.join(',')],
                               ['hide', view.hide.join(',')], ['sort', view.sort]])
     value ? query.set(key, value) : query.delete(key);
@@ -9646,22 +9710,85 @@ function keepView() {
   const query = viewQuery(), search = String(query) && '?' + query;
   const address = search.replaceAll('%2C', ',');
   if (address !== location.search) history.replaceState(null, '', location.pathname + address);
-  for (const link of document.querySelectorAll('#tabs a')) {
+  for (const link of document.querySelectorAll('#tabs a:not(.starred)')) {
     const game = new URL(link.href).searchParams.get('game');
     game ? query.set('game', game) : query.delete('game');
     link.href = '/?' + query;
   }
 }
 
-function wanted(row) {              // the same rule as in the master's ListFilter.matches()
-  // Names have no invisible characters, but keyboards add some to emoji
-  const name = fold(view.name.replace(/\p{DI}/gu, '').trim());
-  const endpoint = row.querySelector('code').textContent;
-  const address = name.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
+function wanted(row, q) {           // the same rule as in the master's ListFilter.matches()
+  const cells = row.cells, endpoint = cells[ADDRESS].textContent;
+  const address = q.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
+  const texts = () => [nameOf(row), cells[MODE].textContent, cells[MAP].textContent, address,
+                       row.dataset.with || ''];
   return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
+    && !(view.hide.includes('password') && row.querySelector('i.password'))
     && (!view.country.length || view.country.includes(countryOf(row)))
-    && [nameOf(row), address].some(text => fold(text).includes(name));
+    && (!starredOnly || starred.has(keyOf(row)))
+    && (!q || texts().some(text => fold(text).includes(q)));
 }
+
+// Rows have no names of players, but the master knows who plays where
+async function findPlayers() {
+  const url = source(true);
+  const answer = await fetch(url).catch(() => ({}));
+  if (!answer.ok || url !== source(true)) return;
+  const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
+  const found = new Map(rowsOf(page).map(row => [keyOf(row), row.dataset.with]));
+  for (const row of order) if (found.get(keyOf(row))) row.dataset.with = found.get(keyOf(row));
+  show();
+}
+
+// ---- Favourites are kept in the browser, by the links of their servers
+
+const starred = new Set();
+let starredOnly = false;
+try {
+  for (const key of JSON.parse(localStorage.getItem('favourites')) || []) starred.add(key);
+} catch {}                          // a browser may keep nothing
+
+function addStar(row) {
+  const star = make('button', {type: 'button', className: 'star', title: 'Favourite'});
+  star.setAttribute('aria-label', 'Favourite ' + nameOf(row));
+  star.setAttribute('aria-pressed', starred.has(keyOf(row)));
+  row.cells[ADDRESS].append(star);    // which a refresh leaves as it is
+}
+
+function tellStarred() {            // a tab of its own, as soon as there is one
+  const tabs = document.querySelector('#tabs');
+  if (!tabs) return;
+  const tab = tabs.querySelector('.starred')
+    || make('a', {className: 'starred', href: '#favourites', innerHTML: '★<small></small>'});
+  const count = order.filter(row => starred.has(keyOf(row))).length;
+  if (!tab.isConnected && tabs.firstElementChild) tabs.firstElementChild.after(tab);
+  else if (!tab.isConnected) tabs.append(tab);
+  tab.hidden = !count && !starredOnly;
+  tab.setAttribute('aria-label', 'Favourites ' + count);
+  put(tab.querySelector('small'), String(count));
+  const current = linked.get('game') || null;
+  for (const other of tabs.children) {
+    const game = new URL(other.href).searchParams.get('game');
+    const isCurrent = starredOnly ? other === tab : other !== tab && game === current;
+    other.setAttribute('aria-current', isCurrent ? 'page' : 'false');
+  }
+}
+
+document.addEventListener('click', event => {
+  const star = event.target.closest('.star');
+  if (star) {
+    const row = star.closest('tr'), key = keyOf(row);
+    if (!starred.delete(key)) starred.add(key);
+    star.setAttribute('aria-pressed', starred.has(key));
+    try {
+      localStorage.setItem('favourites', JSON.stringify([...starred]));
+    } catch {}
+  } else if (event.target.closest('.starred')) {
+    event.preventDefault();
+    starredOnly = !starredOnly;
+  } else return;
+  show();
+});
 
 function sorted(rows) {
   const by = view.sort.replace('-', ''), sign = view.sort.startsWith('-') ? -1 : 1;
@@ -9679,7 +9806,12 @@ function sorted(rows) {
 }
 
 function show() {
-  for (const row of order) row.hidden = !wanted(row);
+  // Names have no invisible characters, but keyboards add some to emoji
+  const q = fold(view.q.replace(/\p{DI}/gu, '').trim());
+  for (const row of order) {
+    if (row.dataset.with && !(q && fold(row.dataset.with).includes(q))) delete row.dataset.with;
+    row.hidden = !wanted(row, q);
+  }
   const rows = sorted(order), body = table.tBodies[0];
   let place = body.firstElementChild;
   if (rows.filter((row, index) => body.rows[index] !== row).length > 100) body.append(...rows);
@@ -9693,6 +9825,9 @@ function show() {
     if (COLUMNS[index] === view.sort.replace('-', '')) head.setAttribute('aria-sort', direction);
     else head.removeAttribute('aria-sort');
   }
+  const choice = document.querySelector('#search select');
+  if (choice) choice.value = view.sort;
+  tellStarred();
   tellStatus();
 }
 
@@ -9709,7 +9844,7 @@ function statusText() {
   const visible = order.filter(row => !row.hidden).length;
   const total = Math.max(+table.dataset.total, order.length);
   const shown = `${number(visible)} of ${number(total)} servers`;
-  if (total > order.length) return shown + '. Search by name to find the others.';
+  if (total > order.length) return shown + '. Search to find the others.';
   if (!visible) return table.hidden ? '' : 'No server matches.';
   if (visible < total) return shown + ' shown';
   return number(total) + (total === 1 ? ' server' : ' servers');
@@ -9720,13 +9855,15 @@ function tellStatus() {
   if (!status) return;              // an operator's own template may have none
   status.classList.toggle('old', failed !== '');
   put(status, statusText());
+  const clear = document.querySelector('#clear');
+  if (clear) clear.hidden = status.textContent !== 'No server matches.';
 }
 
 // Returns the URL to fetch. Filters are applied here, unless the page lacks some rows.
 function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
-  for (const key of search ? ['game', 'name', 'players_min', 'country'] : ['game'])
+  for (const key of search ? ['game', 'q', 'players_min', 'country'] : ['game'])
     if (now.get(key)) query.set(key, now.get(key));
   return location.pathname + (String(query) && '?' + query);
 }
@@ -9739,6 +9876,7 @@ function fade(element) {
 
 function patchRow(row, fresh) {
   row.className = fresh.className;
+  if (fresh.dataset.with) row.dataset.with = fresh.dataset.with;
   for (const [index, cell] of [...fresh.cells].entries()) {
     const old = row.cells[index];
     // The address never changes, and its cell has a copy button
@@ -9759,6 +9897,7 @@ function patchRows(page, fading) {
       return row;
     }
     addCopyButtons(fresh);
+    addStar(fresh);
     if (fading) setTimeout(fade, 0, fresh);
     return fresh;
   });
@@ -9830,6 +9969,8 @@ function takePage(url, text) {
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
   const choice = document.querySelector('#countries'), fresh = page.querySelector('#countries');
+  const form = document.querySelector('#search');
+  if (form) form.hidden = page.querySelector('#search').hidden;
   if (choice && fresh) choice.hidden = fresh.hidden && !view.country.length;
   checkCountries();
   if (table) patchTable(page, url === lastUrl);
@@ -9870,39 +10011,38 @@ addCopyButtons(document);
 tellZone(document);
 
 function startSearch(form) {
-  form.elements.name.value = view.name;             // a browser may have restored old input
+  form.elements.q.value = view.q;                   // a browser may have restored old input
   form.elements.players_min.value = view.players_min;
   checkCountries();
   form.querySelector('button').hidden = true;
-  for (const word of ['empty', 'full']) {
-    const box = make('input', {type: 'checkbox', value: word, checked: view.hide.includes(word)});
-    const label = make('label');
-    label.append(box, 'Hide ' + word);
-    form.append(label);
+  for (const box of form.querySelectorAll('[name=hide]'))
+    box.checked = view.hide.includes(box.value);
+  for (const choice of form.querySelectorAll('details')) {
+    addEventListener('click', event => {
+      if (!choice.contains(event.target)) choice.open = false;
+    });
+    choice.addEventListener('keydown', event => {
+      if (event.key !== 'Escape') return;
+      choice.open = false;
+      choice.querySelector('summary').focus();
+      event.stopPropagation();
+    });
   }
-  const choice = form.querySelector('details');
-  addEventListener('click', event => {
-    if (!choice.contains(event.target)) choice.open = false;
-  });
-  choice.addEventListener('keydown', event => {
-    if (event.key !== 'Escape') return;
-    choice.open = false;
-    choice.querySelector('summary').focus();
-  });
   form.addEventListener('submit', event => event.preventDefault());
-  form.addEventListener('input', () => {
+  form.addEventListener('input', event => {
     const least = Math.ceil(form.elements.players_min.value);
-    view.name = form.elements.name.value;
+    view.q = form.elements.q.value;
+    if (event.target.name === 'sort') view.sort = event.target.value;
     // 65535 is the highest number that the master accepts
     view.players_min = String(Math.min(65535, Math.max(0, least)) || '');
     const chosen = [...form.querySelectorAll(':checked')];
     view.country = chosen.filter(box => box.name === 'country').map(box => box.value).sort();
-    view.hide = chosen.filter(box => box.name !== 'country').map(box => box.value);
+    view.hide = chosen.filter(box => box.name === 'hide').map(box => box.value);
     checkCountries();
     show();
     clearTimeout(pause);
     // The master limits searches, so it is asked when the typing has paused
-    if (capped) pause = setTimeout(refresh, 300);
+    if (capped || view.q) pause = setTimeout(capped ? refresh : findPlayers, 300);
     keepView();
   });
 }
@@ -9923,6 +10063,7 @@ function startSorting() {
 
 if (table) {
   order = rowsOf(document);
+  order.forEach(addStar);
   capped = +table.dataset.total > order.length;
   const form = document.querySelector('#search');
   if (form) startSearch(form);      // an operator's own template may have none
@@ -9930,7 +10071,7 @@ if (table) {
   keepView();
   show();
   // The page came filtered: fetch all rows
-  if (view.name || view.players_min || view.country.length) refresh();
+  if (view.q || view.players_min || view.hide.length || view.country.length) refresh();
 }
 
 if (document.querySelector(LIVE)) {
@@ -10035,6 +10176,9 @@ class PageContext(NamedTuple):
     accent: str                     # the accent_css()
     links: Sequence[Tuple[str, str]]        # at the foot: words, URL
 
+    def room(self, server):
+        return self.rooms.get(server.room, PLAIN_GAME)
+
 
 # The room of the games that announce themselves by POST /announce
 PLAIN_GAME = Game()
@@ -10089,7 +10233,12 @@ def server_link(server, path="/server"):
     return "%s?game=%s&address=%s&port=%d" % (path, game, address, server.port)
 
 
-def render_badges(server):
+def is_locked(server):
+    return "password" in server.details.get("flags", "").split(", ")
+
+
+def badges_of(server):
+    """Return what marks this server, and why: pairs of words."""
     badges = (
         (server.official, "official", "Marked as official by the operator of this list"),
         (not server.confirmed, "unconfirmed",
@@ -10100,23 +10249,48 @@ def render_badges(server):
          "It answers this master; what is shown of it comes from another list"),
         (not server.responding, "not responding",
          "Known to this master, but does not answer its queries"),
-        ("password" in server.details.get("flags", "").split(", "), "password",
-         "Players need a password"),
+        (is_locked(server), "password", "Players need a password"),
     )
+    return [(badge, explanation) for applies, badge, explanation in badges if applies]
+
+
+def render_badges(server):
     pieces = []
-    for applies, badge, explanation in badges:
-        if applies:
-            pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
+    for badge, explanation in badges_of(server):
+        pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
     return Html("".join(pieces))
+
+
+def render_sign(badge):
+    word = badge.replace(" ", "-")
+    return f'<svg aria-hidden="true"><use href="#s-{word}"/></svg>'
+
+
+def render_signs(server):
+    """Return the badges as pictures, which name themselves to those who do not see them."""
+    pieces = []
+    for badge, explanation in badges_of(server):
+        pieces.append(
+            f'<i class="{badge}" title="{badge.capitalize()}: {explanation}">{render_sign(badge)}'
+            f'<span class="unseen"> {badge}</span></i>')
+    return "".join(pieces)
+
+
+def render_legend(rows):
+    """Return what the signs in these rows mean, for phones, which show no titles."""
+    signs = {badge: render_sign(badge) for badge in SIGNS}
+    return Html("".join([
+        f"<span><i>{sign}</i> {badge}</span>" for badge, sign in signs.items() if sign in rows]))
 
 
 def render_sparkline(counts, steps=8):
     """Draw player counts, such as those of 24 hours, as a small histogram: an SVG of about 160
     bytes. Its height is `steps` and one more.
 
-    `counts` has None for an hour in which the server was away. Without any other, return ""."""
+    `counts` has None for an hour in which the server was away. Before there are two others, return
+    "": a lone bar says nothing."""
     present_counts = without_gaps(counts)
-    if not present_counts:
+    if len(present_counts) < 2:
         return Html("")
     # The full height stands for at least 4 players, because two must not look like a crowd
     scale = max(4, *present_counts)
@@ -10229,22 +10403,29 @@ def render_game_tabs(context, counts, chosen_game):
         tabs=tabs if has_choice else "")
 
 
-def render_search(list_filter, country_counts):
-    """Return the search form with the values of a ListFilter.
+def render_choices(template, choices, mark, chosen):
+    """Return a copy of the template for each choice, a pair of a value and its words. Those whose
+    value is in `chosen` have the mark."""
+    pieces = []
+    for value, words in choices:
+        marked = Html(" " + mark) if value in chosen else ""
+        pieces.append(fill_template(template, value=value, words=words, marked=marked))
+    return pieces
+
+
+def render_search(list_filter, country_counts, total):
+    """Return the search form with the values of a ListFilter, which `total` servers pass.
 
     `country_counts` has the number of servers in each country that has any. A chosen country is
-    offered even without servers."""
+    offered even without servers. An empty list has nothing to search."""
     chosen = list_filter.countries
     counts = {**dict.fromkeys(chosen, 0), **country_counts}
-    boxes = []
+    countries = []
     for code in sorted(counts, key=country_name):
-        boxes.append(fill_template(
-            '<label><input type="checkbox" name="country" value="$code"$checked> $name '
-            '<small>$count</small></label>\n',
-            code=code,
-            checked=Html(" checked") if code in chosen else "",
-            name=country_name(code),
-            count=format(counts[code], ",")))
+        name = html.escape(country_name(code))
+        words = f"{name} <small>{counts[code]:,}</small>"
+        countries.append((code, Html(words)))
+    boxes = render_choices(BOX % "country", countries, "checked", chosen)
     # The function checkCountries() of the script has the same rule
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
@@ -10254,96 +10435,119 @@ def render_search(list_filter, country_counts):
     return fill_template(
         SEARCH,
         game=list_filter.game,
-        name=list_filter.name,
+        text=list_filter.text or list_filter.name,
+        hide=render_choices(BOX % "hide", HIDE, "checked", list_filter.hide),
         players_min=list_filter.players_min or "",
+        orders=render_choices(ORDER, ORDERS, "selected", [list_filter.sort]),
+        empty="" if total or list_filter.chooses() else Html(" hidden"),
+        all="/?game=" + list_filter.game if list_filter.game else "/",
+        clear=Html(" hidden") if total else "",
         hidden="" if boxes else Html(" hidden"),
         summary=summary,
         boxes=boxes)
 
 
-def render_table(list_filter, total, rows, has_countries, contacts):
-    """Return the table with these rows, the first of `total` servers that pass a ListFilter.
+def left_out_columns(context, servers, game):
+    """Return the classes of the table that leave out the columns that these servers do not fill."""
+    filled = {
+        "game": not game,
+        "mode": any(context.room(server).mode_text(server) for server in servers),
+        "map": any(server.map for server in servers),
+        "country": any(server.country for server in servers),
+        "version": any(server.version for server in servers),
+    }
+    return ["no-" + column for column, is_filled in filled.items() if not is_filled]
+
+
+def render_table(context, list_filter, servers, rows, contacts):
+    """Return the table with these rows, of the first of the servers that pass a ListFilter.
 
     Without rows, the line above it says that the search has found nothing, or hints below it say
     how to get servers into the list, with the blocks of `contacts`."""
-    status = empty = ""
-    classes = []
-    if list_filter.game:
-        classes.append("one-game")
-    if not has_countries:
-        classes.append("no-country")
-    state = ' class="%s"' % " ".join(classes) if classes else ""
-    servers = count_text(total, "server")
+    status = empty = hidden = ""
+    total = len(servers)
+    shown = servers[:PAGE_ROWS]
+    total_text = count_text(total, "server")
     if total > PAGE_ROWS:
         limit = format(PAGE_ROWS, ",")
-        status = "The first %s of %s. Search by name to find the others." % (limit, servers)
+        status = "The first %s of %s. Search to find the others." % (limit, total_text)
     elif total:
-        status = servers
-    elif list_filter.name or list_filter.players_min or list_filter.countries:
+        status = total_text
+    elif list_filter.chooses():
         status = "No server matches."
     else:
         # The hints are left out of a page that has servers. Hiding them by the style sheet would
         # not do, because text browsers show hidden elements too
-        state += " hidden"
+        hidden = Html(" hidden")
         add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
         empty = fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
+    symbols = []
+    for badge, drawing in SIGNS.items():
+        symbols.append('<symbol id="s-%s" viewBox="0 0 12 12">%s</symbol>' % (
+            badge.replace(" ", "-"), drawing))
     return fill_template(
         TABLE,
         status=status,
+        symbols=Html("".join(symbols)),
+        classes=" ".join(["board", *left_out_columns(context, shown, list_filter.game)]),
         total=total,
+        hidden=hidden,
         rows=rows,
-        state=Html(state),
+        legend=render_legend(rows),
         empty=empty)
 
 
-def render_rows(context, servers, hourly_players, epoch, wall):
+def render_rows(context, servers, hourly_players, epoch, wall, text):
     """Return the table rows of these servers as Html.
 
     `hourly_players` maps a server's key to its player counts of the last 24 hours. `epoch` is the
-    difference between `wall` and the monotonic clock, by which servers were last seen."""
+    difference between `wall` and the monotonic clock, by which servers were last seen. `text` is
+    what was searched; a row says which player has it in the name."""
     rows = []
     render_row = functools.partial(render_server_row, context, hourly_players)
-    row_pieces = cached_entries(servers, "row", render_row)
-    for server, (before_seen, after_seen) in zip(servers, row_pieces):
+    for server, row in zip(servers, cached_entries(servers, "row", render_row)):
         seen = server.last_seen + epoch
         age = age_text(wall - seen)
-        rows.append('%s title="%s">%s%s' % (before_seen, iso_time(seen), age, after_seen))
+        if text:
+            row = row.replace("<tr", "<tr" + player_attribute(context, server, text), 1)
+        rows.append('%s title="%s">%s\n' % (row, iso_time(seen), age))
     return Html("".join(rows))
 
 
-def render_server_row(context, hourly_players, server):
-    """Return one row of the list, about 630 bytes of HTML, in two pieces, which are cached.
+def player_attribute(context, server, text):
+    """Return an attribute of the row that names the first player with this text in the name."""
+    for name in context.room(server).player_names(server):
+        if text.casefold() in name.casefold():
+            return ' data-with="%s"' % html.escape(name)
+    return ""
 
-    The time at which the server was last seen belongs between them; it changes more often."""
+
+def crowd_of(server):
+    """Return "empty", "full", or "" for a server that is neither."""
+    if not server.players:
+        return "empty"
+    return "full" if server.players >= server.max_players > 0 else ""
+
+
+def render_server_row(context, hourly_players, server):
+    """Return one row of the list, about 630 bytes of HTML, which are cached: all but the time at
+    which the server was last seen, its title and the end. That changes more often."""
     # A page has up to 2,000 rows, and fill_template() would take three times as long as these
     # f-strings, so each value is escaped here. HTML does not need the end tags of cells, so they
     # are left out. The style sheet selects cells by their column, so they need no classes. The
     # roles repeat the meaning of the tags, because some browsers drop it when a style sheet changes
     # how rows are displayed
     escape = html.escape
-    room = context.rooms.get(server.room, PLAIN_GAME)
+    room = context.room(server)
     endpoint = escape(endpoint_text(server.address, server.port))
     name = escape(server.name) or endpoint
     spark = render_sparkline(hourly_players.get(server.key, ()))
     limit = server.max_players
-    row_class = ""
-    if not server.players:
-        row_class = ' class="empty"'
-    elif server.players >= limit > 0:
-        row_class = ' class="full"'
+    crowd = crowd_of(server)
+    row_class = f' class="{crowd}"' if crowd else ""
     meter = ""
     if limit:                               # with a thin bar that shows how full the server is
         meter = f'/{limit}<meter aria-hidden="true" max="{limit}" value="{server.players}"></meter>'
-    before_seen = (
-        f'<tr role="row"{row_class}>'
-        f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
-        f'{render_badges(server)}'
-        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
-        f'<td role="cell">{escape(room.mode_text(server))}'
-        f'<td role="cell">{escape(server.map)}'
-        f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
-        f'<td role="cell">{escape(server.version)}'
-        '<td role="cell"')
     country = ""
     if server.country:
         country = '<abbr title="%s">%s</abbr>' % (
@@ -10351,8 +10555,16 @@ def render_server_row(context, hourly_players, server):
     if room.play_link:
         link = room.play_link % endpoint
         endpoint = f'<a href="{link}" title="Start the game">{endpoint}</a>'
-    after_seen = f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>\n'
-    return before_seen, after_seen
+    return (
+        f'<tr role="row"{row_class}>'
+        f'<td role="cell"><a href="{escape(server_link(server))}"><bdi>{name}</bdi></a>'
+        f'{render_signs(server)}'
+        f'<td role="cell"><span><b>{server.players}</b>{meter}</span>{spark}'
+        f'<td role="cell">{escape(context.games.get(server.game, server.game))}'
+        f'<td role="cell">{escape(room.mode_text(server))}'
+        f'<td role="cell">{escape(server.map)}'
+        f'<td role="cell">{country}<td role="cell"><code>{endpoint}</code>'
+        f'<td role="cell">{escape(server.version)}<td role="cell"')
 
 
 # --- The page of one server ----------------------------------------------------------------------
@@ -10374,7 +10586,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
     name = server.name or address
     link = server_link(server)
     title = context.games.get(server.game, server.game)
-    room = context.rooms.get(server.room, PLAIN_GAME)
+    room = context.room(server)
     badges = join = players_chart = ""
     if is_listed:
         texts = [title, room.mode_text(server), server.map]
@@ -10430,7 +10642,7 @@ def server_facts(context, server, is_listed, history, wall):
     address = endpoint_text(server.address, server.port)
     facts = [("Address", fill_template("<code>$address</code>", address=address))]
     if is_listed:
-        room = context.rooms.get(server.room, PLAIN_GAME)
+        room = context.room(server)
         players = str(server.players)
         if server.max_players:
             players += " of %d" % server.max_players
@@ -10924,7 +11136,7 @@ class HttpRequest:
     def query(self):
         values: Dict[str, str] = {}
         for name, value in urllib.parse.parse_qsl(self.query_text, keep_blank_values=True):
-            if name == "country" and name in values:
+            if name in ("country", "hide") and name in values:
                 # The boxes of a form have one name
                 value = "%s,%s" % (values[name], value)
             values[name] = value
@@ -11350,8 +11562,22 @@ class Web(TcpProtocol):
                     registry, game, render, for_clients=False, ages_s=CACHE_S)
             return self.whole_list_response(key, self.lists[key].get(request.now), media_type)
         self.charge(request, registry.total / SEARCH_SERVERS)
-        servers = [server for server in registry.servers(game) if list_filter.matches(server)]
+        servers = registry.servers(game)
+        texts = itertools.repeat("")
+        if list_filter.text:
+            texts = cached_entries(servers, "searched", self.searched_text)
+        servers = [server for server, searched in zip(servers, texts)
+                   if list_filter.matches(server, searched)]
+        if list_filter.sort:
+            is_reversed = list_filter.sort.startswith("-")
+            servers = sorted(servers, key=list_filter.order, reverse=is_reversed)
         return HttpResponse(render(servers, request.now), media_type, is_public=True)
+
+    def searched_text(self, server):
+        """Return the texts of a server in which the search box searches, folded, a line each."""
+        room = self.look.room(server)
+        texts = server.name, server.map, room.mode_text(server), *room.player_names(server)
+        return "\n".join(texts).casefold()
 
     def whole_list_response(self, key, body, media_type):
         response = self.responses.get(key)
@@ -11371,28 +11597,57 @@ def query_number(request, name, high):
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
+HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
+# A minus sorts the largest first. The page's script has these and more
+SORTED_BY = "name", "players", "game", "mode", "map", "country", "address", "version", "seen"
+ORDERS = (
+    ("", "Players"), ("name", "Name"), ("game", "Game"), ("map", "Map"), ("country", "Country"),
+    ("-seen", "Seen"))
+
+
 class ListFilter(NamedTuple):
-    """A choice of servers for a list."""
+    """A choice of servers for a list, and their order."""
 
     game: str                           # "" for all games
     name: str = ""                      # a part of the name or the address; "" for all servers
     players_min: int = 0                # servers with fewer players are left out
     countries: Tuple[str, ...] = ()     # their codes; () for servers in any country or none
+    text: str = ""                      # a part of the name, mode, map, address, a player's name
+    hide: Tuple[str, ...] = ()          # values in HIDE
+    sort: str = ""                      # "" for the order of the list
 
-    def matches(self, server):
-        """Does the server belong in the list?
+    def chooses(self):
+        return self._replace(sort="") != ListFilter(self.game)
 
-        Text with a colon is searched in the address with its port, other text in the address alone.
+    def matches(self, server, searched):
+        """Does the server belong in the list? `searched` are its texts, from searched_text().
+
         The function wanted() of the page's script follows the same rule."""
         if server.players < self.players_min:
             return False
         if self.countries and server.country not in self.countries:
             return False
-        text = self.name.casefold()
-        address = server.address
-        if ":" in text:
-            address = endpoint_text(server.address, server.port)
-        return text in server.name.casefold() or text in address
+        if crowd_of(server) in self.hide or ("password" in self.hide and is_locked(server)):
+            return False
+        name, text = self.name.casefold(), self.text.casefold()
+        return ((name in server.name.casefold() or in_address(server, name))
+                and (text in searched or in_address(server, text)))
+
+    def order(self, server):
+        by = self.sort.lstrip("-")
+        value = getattr(server, "last_seen" if by == "seen" else by)
+        if isinstance(value, str):
+            return value.casefold() or "zzz"        # those without one come last
+        return value
+
+
+def in_address(server, text):
+    """Text with a colon is searched in the address with its port, other text in the address alone.
+    """
+    address = server.address
+    if ":" in text:
+        address = endpoint_text(server.address, server.port)
+    return text in address
 
 
 def query_filter(web, request, default_game=""):
@@ -11413,11 +11668,15 @@ def query_filter(web, request, default_game=""):
             raise HttpError(400, "country: expected two letters for each, such as de,nl.")
         codes.add(code)
     codes.discard("")
+    sort = query.get("sort", "")
     return ListFilter(
         game,
         name=clean(query.get("name", "")),
         players_min=query_number(request, "players_min", PLAYERS_MAX),
-        countries=tuple(sorted(codes)))
+        countries=tuple(sorted(codes)),
+        text=clean(query.get("q", "")),
+        hide=tuple([word for word, _ in HIDE if word in query.get("hide", "").split(",")]),
+        sort=sort if sort.lstrip("-") in SORTED_BY else "")
 
 
 def query_endpoint(request, default_address=""):
@@ -11621,11 +11880,11 @@ def get_page(web, request):
             if listed:
                 counts[counted_game] = len(listed)
         day = ()
-        if list_filter == ListFilter(game):     # the result of a search has no history
+        if not list_filter.chooses():           # the result of a search has no history
             day = day_total(web.hourly_players, [game] if game else counts)
         countries = web.registry.count_countries(game)
-        rows = render_rows(
-            look, servers[:PAGE_ROWS], web.hourly_players, web.epoch, now + web.epoch)
+        rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch,
+                           now + web.epoch, list_filter.text)
         return render_page(
             look,
             look.games.get(game),
@@ -11635,8 +11894,8 @@ def get_page(web, request):
             intro=render_intro(look.intro),
             totals=render_totals(servers, render_sparkline(day)),
             tabs=render_game_tabs(look, counts, game),
-            search=render_search(list_filter, countries),
-            table=render_table(list_filter, len(servers), rows, bool(countries), contacts))
+            search=render_search(list_filter, countries, len(servers)),
+            table=render_table(look, list_filter, servers, rows, contacts))
 
     if game and list_filter == ListFilter(game) and not web.registry.games.get(game):
         # The blocks name the host as the client does, so this page is for no other client
