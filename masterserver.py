@@ -157,7 +157,7 @@ KNOWN_AFTER_S = 300.0           # a server that leaves sooner after its first si
 # others. Either take 26 MB at most
 OUTCOMES_KEPT = 32768
 OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
-OUTCOMES_RATE = 1000, 1000      # of the others: a flood leaves the last half minute
+OUTCOMES_PER_S = 1000           # of those that are not proven: a flood leaves the last half minute
 OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
@@ -1401,8 +1401,7 @@ def source_keys(address):
 
 def site_of(address):
     """Return the site of an IPv6 address, and an IPv4 address as it is."""
-    *_, site = source_keys(address)
-    return site
+    return ipv6_source_keys(address)[-1] if ":" in address else address
 
 
 @functools.lru_cache(maxsize=LIMITER_SOURCES)
@@ -1473,19 +1472,25 @@ class Turns:
     def add(self, address, key, thing, limit=math.inf):
         """Add a thing of an address, or replace the one with the same key. A source may have
         `limit` things. Return the thing that had to leave, or None."""
-        if key in self.things:
-            self.pop(key)
         source = site_of(address)
         if ":" in source:
             limit *= SITE_SOURCES
-        crowded = None
-        if len(self.keys.get(source, ())) >= limit:
-            crowded = source
-        elif len(self.things) >= self.size:
+        keys = self.keys.get(source, ())
+        pushed_out = None
+        if key in self.things:
+            self.pop(key)
+        elif len(keys) >= limit:
+            # It takes the place of the source's oldest, so the source has no more than before
+            oldest = next(iter(keys))
+            del self.sources[oldest], keys[oldest]
+            keys[key] = None
+            self.levels[len(keys)].move_to_end(source)
+            self.things[key] = thing
+            self.sources[key] = source
+            return self.things.pop(oldest)
+        if len(self.things) >= self.size:
             most = max(level for level, sources in self.levels.items() if sources)
             crowded = next(iter(self.levels[most]))
-        pushed_out = None
-        if crowded is not None:
             oldest = next(iter(self.keys[crowded]))
             pushed_out = self.pop(oldest)
         self.things[key] = thing
@@ -1998,7 +2003,8 @@ class Registry:
         # flood of them pushes out no other
         self.outcomes = Turns(OUTCOMES_KEPT)
         self.unproven_outcomes = Turns(OUTCOMES_KEPT)
-        self.unproven_limiter = Limiter(OUTCOMES_RATE)
+        self.unproven_left = 0              # so many may still be recorded until then
+        self.unproven_until = -math.inf
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -2126,7 +2132,8 @@ class Registry:
         endpoint = server.address, server.port
         server.official = rules.official.get(endpoint, False)
         server.priority = rules.priority.get(endpoint, 0)
-        server.country = rules.country(*endpoint)
+        if rules.countries_by_hand or rules.country_file:
+            server.country = rules.country(*endpoint)
         self.games[server.game][endpoint] = server
         gamename = server.details.get("gamename")
         if gamename and server.game not in self.titles:
@@ -2318,26 +2325,35 @@ class Registry:
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
         key = source, protocol, port
-        self.unproven_outcomes.pop(key)
-        record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
+        if key in self.unproven_outcomes.things:
+            self.unproven_outcomes.pop(key)
         address = self.rules.listed_address(source)
+        if outcome == "listed" and key not in self.outcomes.things:
+            limit = OUTCOMES_PER_SOURCE * (SITE_SOURCES if ":" in address else 1)
+            if len(self.outcomes.keys_of(address)) >= limit:
+                return                  # what the list shows pushes out no refusal
+        record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
         self.outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
 
     def record_unproven(self, source, protocol, port, outcome, now, detail=""):
-        """Do what record_outcome() does, for a datagram whose source may be forged. If the source
-        has proven its address otherwise, as by a look at /check, a flood does not push it out."""
-        address = self.rules.listed_address(source)
-        if self.outcomes.keys_of(address):
-            self.record_outcome(source, protocol, port, outcome, now, detail)
-        elif self.unproven_limiter.allow("all", now):
+        """Do what record_outcome() does, for a datagram whose source may be forged. It never
+        replaces or pushes out what is proven. During a flood a part of them is recorded, and all of
+        a source that has looked at /check."""
+        if now >= self.unproven_until:
+            self.unproven_until = now + 1.0
+            self.unproven_left = OUTCOMES_PER_S
+        self.unproven_left -= 1
+        if self.unproven_left >= 0 or (source, "", 0) in self.outcomes.things:
+            address = self.rules.listed_address(source)
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             key = source, protocol, port
             self.unproven_outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
 
     def outcome(self, source, protocol, port):
-        """Return the PacketOutcome of the last packet with these, or None."""
+        """Return the PacketOutcome of the last packet with these, or None. A later proven one has
+        removed the unproven one."""
         key = source, protocol, port
-        return self.outcomes.get(key) or self.unproven_outcomes.get(key)
+        return self.unproven_outcomes.get(key) or self.outcomes.get(key)
 
 
 def clamp_players(fields, players=0, max_players=0, playing=None):
@@ -5160,7 +5176,8 @@ class IceballDraft:
         < 07 0100                              wrong hbversion
 
     The id is random, so a game server that returns it must have received it. The first packet that
-    returns the id lists the server. The session lasts for as long as the server is listed.
+    returns the id lists the server. The session lasts for as long as the server is listed and
+    announces itself from there: a server has one.
     """
 
     def __init__(self, iceball):
@@ -5172,7 +5189,7 @@ class IceballDraft:
 
     def tick(self, now):
         for peer, session in list(self.sessions.items()):
-            if not self.iceball.registry.has(session.server):
+            if not self.iceball.is_sender(peer, session.server):
                 del self.sessions[peer]
 
     def answer(self, data, peer, now):
@@ -5229,7 +5246,8 @@ class IceballDraft:
         """Return this peer's session with this id, or None. A peer may have requested a new session
         while it still has an old one."""
         session = self.sessions.get(peer)
-        if session and session.identity == identity and self.iceball.registry.has(session.server):
+        if (session and session.identity == identity
+                and self.iceball.is_sender(peer, session.server)):
             return session
         request = self.requests.get(peer)
         if request and request.identity == identity and now < request.ends:
@@ -5242,10 +5260,10 @@ class IceballDraft:
         Return the Server. Raise Refused if it may not be listed; the session then stays as it
         is."""
         iceball = self.iceball
-        source, _ = peer
+        source, source_port = peer
         port = session.port
         claimed_address = session.claimed_address
-        fields = {"verified": "handshake", **fields}
+        fields = {"verified": "handshake", "source_port": source_port, **fields}
         if session.server is None:
             # Players see the endpoint until the server sends its name
             address = iceball.rules.listed_address(source, claimed_address)
@@ -12405,10 +12423,9 @@ def recorded_findings(web, address, port, listed):
     findings = []
     registry = web.registry
     listed_address = web.rules.listed_address(address)
-    for key in (*registry.outcomes.keys_of(listed_address),
-                *registry.unproven_outcomes.keys_of(listed_address)):
-        source, protocol, packet_port = key
-        record = registry.outcome(*key)
+    records = [(key, table.get(key)) for table in (registry.outcomes, registry.unproven_outcomes)
+               for key in table.keys_of(listed_address)]
+    for (source, protocol, packet_port), record in records:
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
         if not is_from_address or not is_for_port:

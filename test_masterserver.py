@@ -1162,6 +1162,16 @@ class RegistryTest(unittest.TestCase):
         note("198.51.100.1", "quake3", 5, "bad packet", 2e5, "x" * 5000)
         self.assertEqual(self.registry.outcome("198.51.100.1", "quake3", 5).detail, "x" * 200)
 
+    def test_a_listing_pushes_out_no_refusal_of_its_source(self):
+        for source, room in ("198.51.100.2", 64), ("2001:db8::1", 64 * ms.SITE_SOURCES):
+            for port in range(room):
+                self.registry.record_outcome(source, "iceball", port, "name", 0.0)
+            for port in room, 5:
+                self.registry.record_outcome(source, "iceball", port, "listed", 1.0)
+            kept = [self.registry.outcome(source, "iceball", port) for port in (0, 5, room)]
+            self.assertEqual([record and record.outcome for record in kept],
+                             ["name", "listed", None], source)
+
     def test_a_flood_pushes_out_no_outcome_of_others(self):
         registry = self.registry
         registry.record_outcome("203.0.113.1", "hyperbol", 5, "silent", 0.0)
@@ -1183,6 +1193,11 @@ class RegistryTest(unittest.TestCase):
         self.assertIsNone(registry.outcome("198.51.100.1", "aio", 7))
         self.assertIsNotNone(registry.outcome("203.0.113.2", "aio", 7))
         self.assertIsNotNone(registry.outcome("203.0.113.1", "hyperbol", 5))
+        # In the name of an address, they push out nothing that it has proven, nor replace it
+        registry.record_outcome("203.0.113.1", "", 0, "looked", 50.0)
+        for port in range(ms.OUTCOMES_PER_SOURCE + 1):
+            registry.record_unproven("203.0.113.1", "hyperbol", port, "announced", 50.0)
+        self.assertEqual(registry.outcomes.get(("203.0.113.1", "hyperbol", 5)).outcome, "silent")
         # What proves itself afterwards is told once
         registry.record_outcome(*honest[3], "listed", 64.0)
         self.assertIsNone(registry.unproven_outcomes.get(honest[3]))
@@ -2684,6 +2699,17 @@ class IceballDraftTest(IceballCase):
         self.registry.expire(120.0)
         self.iceball.tick(121.0)
         self.assertEqual(self.iceball.draft.sessions, {})
+
+    def test_a_server_has_one_session(self):
+        identities = [self.open(number / 10, ("203.0.113.9", 40000 + number))
+                      for number in range(50)]
+        self.iceball.tick(5.0)
+        last = "203.0.113.9", 40049
+        self.assertEqual((len(self.places()), list(self.iceball.draft.sessions)), (1, [last]))
+        self.assertEqual(self.send(b"\5" + identities[0], 5.0), b"\6")
+        self.assertEqual(self.send(b"\5" + identities[-1], 5.0, last), b"")
+        self.open(6.0)                                      # before the next second
+        self.assertEqual(self.send(b"\5" + identities[-1], 6.0, last), b"\6")
 
     def test_a_flood_in_its_name_does_not_remove_it(self):
         """While the limit drops what comes from its address, what it repeats is recognized."""
@@ -8650,6 +8676,14 @@ class CheckTest(WebCase):
             page = self.exchange(http_request("/check"), "203.0.113.9", now)
             self.assertEqual(page.count(b"Announced, but"), looks)
             self.assertNotIn(b"looked at", page)
+
+    def test_what_is_not_proven_stands_beside_what_is(self):
+        self.note("silent", now=1.0)
+        for port in range(ms.OUTCOMES_PER_SOURCE + 1):
+            self.registry.record_unproven("203.0.113.9", "iceball", port, "announced", 2.0)
+        title, _ = ms.OUTCOMES["silent"]
+        self.assertEqual(self.titles(now=3.0).count(title), 1)
+        self.assertEqual(len(self.titles(now=3.0)), 65)
 
     def test_a_ban_is_told_as_it_is_now(self):
         self.note("banned", detail="an old reason")
