@@ -6869,9 +6869,8 @@ class AioSession(MessageSession):
         name = listed.name if listed else endpoint_text(address, port)
         name = fields.get("name") or name
         try:
-            if self.server is None and len(room.sessions) >= room.max_servers:
-                raise Refused("limit", "this master keeps connections to at most %d servers"
-                              % room.max_servers)
+            if self.server is None:
+                room.check_room(self.address)
             server = room.list_own(
                 self.address, port, {**fields, "name": name, "verified": "connection"}, now,
                 math.inf, self.claimed_address)
@@ -6883,6 +6882,7 @@ class AioSession(MessageSession):
         if self.server is not server:
             room.gone(server)           # it may have had another connection
             room.sessions[server] = self
+            room.shares.take(self.address)
             self.server = server
             self.kept = True
             # If another list names the server, it has been polled until now
@@ -6938,6 +6938,7 @@ class Aio(PolledGame, TcpProtocol):
 
     def __init__(self, program=None):
         self.sessions = {}              # those that keep servers in the list, by Server
+        self.shares = Shares()          # of their addresses
         super().__init__(program)
 
     def read(self, settings):
@@ -6966,12 +6967,23 @@ class Aio(PolledGame, TcpProtocol):
 
     # Connected servers
 
+    def check_room(self, address):
+        """Raise Refused if no further connection from this address may keep a server listed. A
+        network may have an eighth of them, so that a few networks do not keep out all others."""
+        at_most = "this master keeps connections to at most %d servers"
+        if len(self.sessions) >= self.max_servers:
+            raise Refused("limit", at_most % self.max_servers)
+        limit = max(1, self.max_servers // 8)
+        if self.shares.full(address, limit, site_sources=1) and not self.rules.exempts(address):
+            raise Refused("limit", at_most % limit + " of one network")
+
     def gone(self, server):
         """Separate a server from its connection, and stop polling it.
 
         It has left the list, or belongs to a newer connection from now on."""
         session = self.sessions.pop(server, None)
         if session is not None:
+            self.shares.take(session.address, -1)
             target = self.poller.find(self, session.address, server.port)
             self.poller.remove(target)
             session.server = None
@@ -13873,6 +13885,8 @@ class News:
         # of has_sent(), and a function that sends the message
         self.held = []
         self.all_limiter = Limiter((NEWS_PER_MINUTE / MINUTE, NEWS_PER_MINUTE))
+        # Keys of servers whose messages wait for that: for a minute at most, as there are no more
+        self.waiting = Turns(NEWS_PER_MINUTE)
         gauges["news_dropped_total"] = 0
         self.read(settings)
 
@@ -13902,6 +13916,7 @@ class News:
                 self.held.append((*message, send))
             elif not has_sent and not self.sender(now):
                 send()
+        self.publish_waiting()
 
     def note(self, event, server):
         """Remember a server that has fewer players than [notify] players, and publish a message
@@ -13924,7 +13939,9 @@ class News:
         elif key in self.below_threshold:
             self.below_threshold.remove(key)
             if self.is_news(server):
-                self.publish(server)
+                if self.waiting.add(server.source, key, key) is not None:
+                    self.gauges["news_dropped_total"] += 1
+                self.publish_waiting()
 
     def is_news(self, server):
         """Return whether there is a message about this server, which has just become popular
@@ -13944,13 +13961,19 @@ class News:
         # Otherwise a stranger could list many servers with invented players, and fill the channel
         return self.source_limiter.allow(server.source, now)
 
+    def publish_waiting(self):
+        """Publish NEWS_PER_MINUTE of the messages that wait. Their sources take turns."""
+        while self.waiting and self.all_limiter.allow("", self.now):
+            key = self.waiting.next()
+            server = self.registry.get(*key)
+            # The players may have left meanwhile
+            if server is not None and key not in self.below_threshold:
+                self.publish(server)
+
     def publish(self, server):
         """Record a message about this server, and queue it for every webhook if it is for this
-        master to send it. Beyond NEWS_PER_MINUTE a message is dropped and not recorded."""
+        master to send it."""
         now = self.now
-        if not self.all_limiter.allow("", now):
-            self.gauges["news_dropped_total"] += 1
-            return
         self.sent_at[server.key] = now
         self.sent_at.move_to_end(server.key)
         if len(self.sent_at) > KNOWN_SERVERS:

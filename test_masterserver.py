@@ -4286,6 +4286,27 @@ class AioTest(unittest.TestCase):
         feed(first, b"KEEPALIVE#%\n", now=3.0)
         self.assertTrue(first.kept)
 
+    def test_a_network_has_an_eighth_of_the_connections(self):
+        for address, exempt, listed in (
+                ("2001:db8:1:%x::1", "", 2), ("203.0.113.9", "", 2), ("203.0.113.%d", "", 3),
+                ("2001:db8:1:%x::1", "2001:db8:1::/48", 3)):
+            aio = AioWorld(limits__connections_total="32", limits__exempt=exempt)
+            first, *_, last = [
+                aio.room.session(address % number if "%" in address else address, 0.0)
+                for number in range(3)]
+            for port, session in enumerate((first, _[0], last), 1):
+                feed(session, b"13#J#D#%d#%%" % port)
+            self.assertEqual(len(aio.listed("address", "port")), listed, address)
+            feed(aio.room.session("198.51.100.9", 0.0), b"13#J#D#9#%")
+            self.assertEqual(len(aio.listed("address", "port")), listed + 1, address)
+            if listed == 2:
+                self.assertEqual(aio.outcome(last.address, 3), (
+                    "limit", "this master keeps connections to at most 2 servers of one network"))
+            first.closed(1.0)
+            feed(last, b"13#J#D#3#%")
+            self.assertEqual(len(aio.listed("address", "port")), 3, address)
+            self.assertEqual(aio.room.shares.total, len(aio.room.sessions))
+
     def test_servers_leave_connections_to_others(self):
         """Half of all connections; a listed server never has to make room for a new one."""
         aio = AioWorld(limits__connections_total="8")
@@ -10715,6 +10736,18 @@ class NewsTest(unittest.TestCase):
         self.hear(0, 3, port=9)
         self.assertEqual((news.hooks, len(news.sent_at)), ({}, 3))
 
+    def test_sources_take_turns(self):
+        """A /48 makes news before an honest server does. The one that waits and loses its players
+        is no news."""
+        for players, told in (5, True), (0, False):
+            news = self.news()
+            for host in range(12):
+                self.hear(0, 5, address="2001:db8:9:%x::1" % host)
+            self.hear(0, 5, players, address="198.51.100.9")
+            self.assertEqual(self.messages(news, 13), 10)
+            self.assertEqual((("mygame", "198.51.100.9", 1) in news.sent_at,
+                              self.gauges["news_dropped_total"]), (told, 0))
+
     def test_a_flood_is_ten_messages_and_bounded(self):
         news = self.news(notify__again_after="60")
         sent = 0
@@ -10723,7 +10756,7 @@ class NewsTest(unittest.TestCase):
                 for players, host in itertools.product((0, 2), range(1000)):
                     self.hear(players, address="198.18.%d.%d" % divmod(host, 250))
                 sent += self.messages(news, 60)
-        self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2970))
+        self.assertEqual((sent, self.gauges["news_dropped_total"]), (30, 2950))
         self.assertEqual((news.below_threshold, len(news.sent_at)), (set(), 5))
 
     NAMES = ("@everyone @here", "<@&1> <!channel> &lt; &", "[a](http://b) http://c www.d.e",
