@@ -12436,7 +12436,7 @@ def recorded_findings(web, address, port, listed):
     registry = web.registry
     listed_address = web.rules.listed_address(address)
     records = [(key, table.get(key)) for table in (registry.outcomes, registry.unproven_outcomes)
-               for key in table.keys_of(listed_address)]
+               for key in reversed(table.keys_of(listed_address))]
     for (source, protocol, packet_port), record in records:
         is_from_address = address in (source, web.rules.listed_address(source))
         is_for_port = port == 0 or packet_port in (0, port)
@@ -12455,8 +12455,9 @@ def recorded_findings(web, address, port, listed):
         findings.append(finding(
             outcome, record.detail, endpoint=endpoint, game=protocol, at=record.at + web.epoch,
             server=listed_ports.get(packet_port)))
+    del findings[100:]                  # the first are proven
     findings.sort(key=lambda finding: finding.at, reverse=True)
-    return findings[:100]
+    return findings
 
 
 def finding(outcome, detail, **values):

@@ -8705,6 +8705,11 @@ class CheckTest(WebCase):
         title, _ = ms.OUTCOMES["silent"]
         self.assertEqual(self.titles(now=3.0).count(title), 1)
         self.assertEqual(len(self.titles(now=3.0)), 65)
+        self.note("silent", "2001:db8::9", now=1.0)
+        for port in range(200):
+            self.registry.record_unproven("2001:db8::9", "iceball", port, "announced", 2.0)
+        titles = self.titles("address=2001:db8::9", now=3.0)
+        self.assertEqual((titles.count(title), len(titles)), (1, 100))
 
     def test_a_ban_is_told_as_it_is_now(self):
         self.note("banned", detail="an old reason")
