@@ -9345,8 +9345,10 @@ th[aria-sort=descending] button::after { content: "\00a0↓"; }
 .board td a:hover { text-decoration: underline; }
 /* A name that is too long loses its end, even if it runs from right to left */
 .board bdi { display: block; overflow: hidden; text-overflow: ellipsis; text-align: left; }
-.board [data-with] a::after {
-  content: "with " attr(data-with); margin-left: .625rem; color: var(--soft); font-weight: 400;
+.board [data-with] td:first-child { order: -2; }
+.board [data-with]::after {
+  content: "with " attr(data-with); order: -1; max-width: 9rem; overflow: hidden;
+  color: var(--soft); text-overflow: ellipsis; white-space: nowrap;
 }
 .board td:nth-child(n+3), .empty td:nth-child(2), .full td:nth-child(2) { color: var(--soft); }
 .empty :is(b, td:first-child a) { font-weight: 400; }
@@ -9427,12 +9429,8 @@ pre {
 }
 @media (max-width: 99.99rem) { .board :is(th, td):nth-child(9) { display: none; } }
 @media (max-width: 89.99rem) { .board :is(th, td):nth-child(8) { display: none; } }
-@media (min-width: 54.01rem) and (max-width: 79rem) {
-  .board :is(th, td):nth-child(4) { display: none; }
-}
-@media (min-width: 54.01rem) and (max-width: 68rem) {
-  .board:not(.no-game) :is(th, td):nth-child(5) { display: none; }
-}
+@media (54rem < width <= 79rem) { .board :is(th, td):nth-child(4) { display: none; } }
+@media (54rem < width <= 68rem) { .board:not(.no-game) :is(th, td):nth-child(5) { display: none; } }
 /* With room the filters stand in the form. A browser that cannot open them has the button */
 @media (min-width: 64rem) {
   @supports selector(::details-content) {
@@ -9471,6 +9469,8 @@ pre {
   }
   .board tbody td { width: auto; grid-row: 2; font-size: .8125rem; }
   .board td:first-child { grid-area: 1 / 1 / 2 / 5; font-size: 1rem; }
+  .board [data-with] td:first-child { grid-column: 1 / 4; }
+  .board [data-with]::after { grid-area: 1 / 4; }
   .board td:nth-child(2) {
     grid-area: 1 / 5 / 3 / 6; flex-direction: column; font-size: .9375rem;
   }
@@ -9747,16 +9747,21 @@ function keepView() {
   }
 }
 
+function textsOf(row) {             // is read once, until the row changes
+  const cells = row.cells, address = fold(cells[ADDRESS].textContent);
+  const words = [nameOf(row), cells[MODE].textContent, cells[MAP].textContent];
+  return {words: fold(words.join('\n')), address, host: address.replace(/^\[|\]?:\d+$/g, '')};
+}
+
 function wanted(row, q) {           // the same rule as in the master's ListFilter.matches()
-  const cells = row.cells, endpoint = cells[ADDRESS].textContent;
-  const address = q.includes(':') ? endpoint : endpoint.replace(/^\[|\]?:\d+$/g, '');
-  const texts = () => [nameOf(row), cells[MODE].textContent, cells[MAP].textContent, address,
-                       row.dataset.with || ''];
-  return players(row) >= (+view.players_min || 0) && !view.hide.includes(row.className)
+  const {words, address, host} = row.texts || (row.texts = textsOf(row));
+  return (!+view.players_min || players(row) >= view.players_min)
+    && !view.hide.includes(row.className)
     && !(view.hide.includes('password') && row.querySelector('i.password'))
     && (!view.country.length || view.country.includes(countryOf(row)))
     && (!starredOnly || starred.has(keyOf(row)))
-    && (!q || texts().some(text => fold(text).includes(q)));
+    && (words.includes(q) || (q.includes(':') ? address : host).includes(q)
+        || row.hasAttribute('data-with'));
 }
 
 // Rows have no names of players, but the master knows who plays where
@@ -9790,9 +9795,8 @@ function tellStarred() {            // a tab of its own, as soon as there is one
   if (!tabs) return;
   const tab = tabs.querySelector('.starred')
     || make('a', {className: 'starred', href: '#favourites', innerHTML: '★<small></small>'});
-  const count = order.filter(row => starred.has(keyOf(row))).length;
-  if (!tab.isConnected && tabs.firstElementChild) tabs.firstElementChild.after(tab);
-  else if (!tab.isConnected) tabs.append(tab);
+  const count = starred.size && order.filter(row => starred.has(keyOf(row))).length;
+  if (!tab.isConnected) tabs.insertBefore(tab, tabs.children[1] || null);
   tab.hidden = !count && !starredOnly;
   tab.setAttribute('aria-label', 'Favourites ' + count);
   put(tab.querySelector('small'), String(count));
@@ -9810,14 +9814,12 @@ document.addEventListener('click', event => {
     const row = star.closest('tr'), key = keyOf(row);
     if (!starred.delete(key)) starred.add(key);
     star.setAttribute('aria-pressed', starred.has(key));
-    try {
-      localStorage.setItem('favourites', JSON.stringify([...starred]));
-    } catch {}
   } else if (event.target.closest('.starred')) {
     event.preventDefault();
     starredOnly = !starredOnly;
   } else return;
   show();
+  if (star) localStorage.setItem('favourites', JSON.stringify([...starred]));
 });
 
 function sorted(rows) {
@@ -9839,7 +9841,8 @@ function show() {
   // Names have no invisible characters, but keyboards add some to emoji
   const q = fold(view.q.replace(/\p{DI}/gu, '').trim());
   for (const row of order) {
-    if (row.dataset.with && !(q && fold(row.dataset.with).includes(q))) delete row.dataset.with;
+    const player = row.getAttribute('data-with');
+    if (player && !(q && fold(player).includes(q))) row.removeAttribute('data-with');
     row.hidden = !wanted(row, q);
   }
   const rows = sorted(order), body = table.tBodies[0];
@@ -9906,6 +9909,7 @@ function fade(element) {
 
 function patchRow(row, fresh) {
   row.className = fresh.className;
+  row.texts = null;
   if (fresh.dataset.with) row.dataset.with = fresh.dataset.with;
   for (const [index, cell] of [...fresh.cells].entries()) {
     const old = row.cells[index];
@@ -10055,7 +10059,6 @@ function startSearch(form) {
       if (event.key !== 'Escape') return;
       choice.open = false;
       choice.querySelector('summary').focus();
-      event.stopPropagation();
     });
   }
   form.addEventListener('submit', event => event.preventDefault());
@@ -10434,8 +10437,7 @@ def render_game_tabs(context, counts, chosen_game):
 
 
 def render_choices(template, choices, mark, chosen):
-    """Return a copy of the template for each choice, a pair of a value and its words. Those whose
-    value is in `chosen` have the mark."""
+    """Return the template filled with each choice, a value and its words, and a mark if chosen."""
     pieces = []
     for value, words in choices:
         marked = Html(" " + mark) if value in chosen else ""
@@ -10470,7 +10472,7 @@ def render_search(list_filter, country_counts, total):
         players_min=list_filter.players_min or "",
         orders=render_choices(ORDER, ORDERS, "selected", [list_filter.sort]),
         empty="" if total or list_filter.chooses() else Html(" hidden"),
-        all="/?game=" + list_filter.game if list_filter.game else "/",
+        all="/?game=" + urllib.parse.quote(list_filter.game) if list_filter.game else "/",
         clear=Html(" hidden") if total else "",
         hidden="" if boxes else Html(" hidden"),
         summary=summary,
@@ -11599,8 +11601,7 @@ class Web(TcpProtocol):
         servers = [server for server, searched in zip(servers, texts)
                    if list_filter.matches(server, searched)]
         if list_filter.sort:
-            is_reversed = list_filter.sort.startswith("-")
-            servers = sorted(servers, key=list_filter.order, reverse=is_reversed)
+            servers.sort(key=list_filter.order, reverse=list_filter.sort[0] == "-")
         return HttpResponse(render(servers, request.now), media_type, is_public=True)
 
     def searched_text(self, server):
@@ -11666,18 +11667,14 @@ class ListFilter(NamedTuple):
     def order(self, server):
         by = self.sort.lstrip("-")
         value = getattr(server, "last_seen" if by == "seen" else by)
-        if isinstance(value, str):
-            return value.casefold() or "zzz"        # those without one come last
-        return value
+        # Those without one come last
+        return value.casefold() or "zzz" if isinstance(value, str) else value
 
 
 def in_address(server, text):
-    """Text with a colon is searched in the address with its port, other text in the address alone.
-    """
+    """Text with a colon is searched in the address with its port, other text in it alone."""
     address = server.address
-    if ":" in text:
-        address = endpoint_text(server.address, server.port)
-    return text in address
+    return text in (endpoint_text(address, server.port) if ":" in text else address)
 
 
 def query_filter(web, request, default_game=""):
