@@ -8983,6 +8983,11 @@ SEARCH = """\
 """
 
 BOX = '<label><input type="checkbox" name="%s" value="$value"$marked> $words</label>\n'
+HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
+# A minus sorts the largest first
+ORDERS = (
+    ("", "Players"), ("name", "Name"), ("game", "Game"), ("map", "Map"), ("country", "Country"),
+    ("-seen", "Seen"))
 ORDER = '<option value="$value"$marked>$words</option>'
 
 TABLE = """\
@@ -9504,7 +9509,6 @@ dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
 dl .wide { grid-column: 1 / -1; max-width: 48rem; }
 img { max-width: 100%; height: auto; }
 dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
-.findings, .findings :is(thead, tbody, tr, th, td) { all: revert; }
 .findings { width: 100%; border-collapse: collapse; }
 .findings :is(th, td) {
   padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); text-align: left;
@@ -11628,12 +11632,7 @@ def query_number(request, name, high):
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
-HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
-# A minus sorts the largest first. The page's script has these and more
 SORTED_BY = "name", "players", "game", "mode", "map", "country", "address", "version", "seen"
-ORDERS = (
-    ("", "Players"), ("name", "Name"), ("game", "Game"), ("map", "Map"), ("country", "Country"),
-    ("-seen", "Seen"))
 
 
 class ListFilter(NamedTuple):
