@@ -2656,10 +2656,15 @@ def uptime(first_seen, series, *others):
     The time before it was first seen does not count, nor that for which this master was away, when
     none of these Series of the same times has a sample."""
     samples_before = max(0, int((first_seen - series.start) // series.step))
-    samples = list(zip(series.means, *[other.means for other in others]))[samples_before:]
-    recorded = [counts for counts in samples if any(count is not None for count in counts)]
-    there = [counts for counts in recorded if counts[0] is not None]
-    return len(there) / len(recorded) if recorded else None
+    samples = zip(series.means, *[other.means for other in others])
+    samples_there = samples_away = 0
+    for own_count, *other_counts in itertools.islice(samples, samples_before, None):
+        if own_count is not None:
+            samples_there += 1
+        elif without_gaps(other_counts):
+            samples_away += 1
+    recorded = samples_there + samples_away
+    return samples_there / recorded if recorded else None
 
 
 def series_times(step, length, wall):
@@ -12003,8 +12008,9 @@ def played_games(web, servers):
 
     games = []
     for game, title in web.look.games.items():
-        games.append(entry(game, title, web.registry.games.get(game, {}).values()))
-    games = [played for played in games if played["servers"] or played["means"].get("month")]
+        played = entry(game, title, web.registry.games.get(game, {}).values())
+        if played["servers"] or played["means"].get("month"):
+            games.append(played)
     games.sort(key=lambda played: (-played["players"], -(played["means"].get("week") or 0)))
     return [*games, entry("", "Together", servers)]
 
