@@ -9429,6 +9429,7 @@ pre {
    narrow, first Seen leaves, then Version, Mode, and Map */
 @media (min-width: 54.01rem) {
   .order { display: none !important; }
+  header.list .totals { margin-left: auto; }
   .board :is(th, td):first-child { flex: 1; }
   .board :is(th, td):nth-child(2) { width: 8rem; }
   .board :is(th, td):nth-child(3) { width: 5.5rem; }
