@@ -2411,7 +2411,7 @@ class RenderedList:
     """A list that is rendered rarely and served often.
 
     It is rendered again after a change, but not before all lists that were rendered have paused, so
-    that rendering takes a tenth of the time. One of 10,000 servers pauses for a second or so."""
+    that rendering takes a tenth of the time. One of 2,000 servers or more pauses for a second."""
 
     def __init__(self, registry, game, render, for_clients=True, ages_s=math.inf):
         """Prepare the list of a game, or of all games if `game` is "".
@@ -2440,7 +2440,8 @@ class RenderedList:
             self.generation = registry.generation
             pause_s = RENDER_SERVER_S * len(servers) + RENDER_KB_S * (len(self.rendered) >> 10)
             # The pauses of all lists follow each other
-            self.due = registry.render_at = max(now, registry.render_at) + pause_s
+            registry.render_at = max(now, registry.render_at) + pause_s
+            self.due = max(registry.render_at, now + min(1.0, len(servers) / 2000))
         return self.rendered
 
 
@@ -11496,10 +11497,7 @@ class Web(TcpProtocol):
         self.forget_responses()
 
     def tick(self, now):
-        """Drop the cached responses once a second, and the lists for which nobody asks any more.
-
-        If the hourly player counts have changed, the rows with their sparklines are rendered again
-        too."""
+        """Drop the cached responses once a second, and the lists for which nobody asks any more."""
         self.empty_caches()
         for key, listed in list(self.lists.items()):
             if now >= listed.due + MINUTE:
