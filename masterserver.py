@@ -12679,7 +12679,7 @@ for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a text file, which is read with the settings and again when it changes
 TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
-# The settings of all ports. Without a value they open none
+# The settings of all ports, for programs that embed this one. Without a value they open none
 PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
 # ================================================================================================
@@ -14218,7 +14218,7 @@ def bound_socket(family, transport, address, port):
 
 CLUSTER_BATCH = 500         # records in an exchange; to apply them takes the event loop 15 ms
 SENT_BYTES = 1 << 18        # are sent at once, and may take ENGINE_ANSWER_S
-REPLY_BYTES = 2 * CLUSTER_BATCH * RECORD_BYTES
+REPLY_BYTES = 2 * CLUSTER_BATCH * RECORD_BYTES      # a batch of the longest records, and more
 REPLY_PART_BYTES = 50       # what Python needs for each part of a reply, besides the part's bytes
 CLUSTER_MASTERS = 16        # other masters that are read; operators run two or three
 CLUSTER_PACE_S = 0.3        # between two exchanges; a change reaches others in two of them

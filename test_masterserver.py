@@ -74,8 +74,7 @@ PYTHON = [sys.executable, "-W", "error", "-X", "dev"]
 # start the script
 START = [*PYTHON, "-m", "masterserver"]
 # What it does once a second is done ten times as often, for tests that wait for it
-HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = ms.RENDER_S = 0.1; "
-                          "sys.exit(ms.main())"]
+HURRIED = [*PYTHON, "-c", "import sys, masterserver as ms; ms.TICK_S = 0.1; sys.exit(ms.main())"]
 os.environ["PYTHONPATH"] = HERE
 # Settings of a program that nobody outside reaches, and that opens no port
 NO_PORTS = {"server.bind": "127.0.0.1",
