@@ -311,11 +311,13 @@ def read_colour(text):
 
 
 def read_link(text):
-    """Return the words and the URL of a link."""
-    read = pattern_reader(r".*\S\s+(https?://[^\s/]|mailto:)\S+",
+    """Return the place of a link, "head" or "foot", its words and its URL."""
+    read = pattern_reader(r"(foot:)?(?!\s*foot:).*\S\s+(https?://[^\s/]|mailto:)\S+",
                           "words, then https://…, http://… or mailto:…")
     words, url = read(text).rsplit(maxsplit=1)
-    return words, url
+    if words.startswith("foot:"):
+        return "foot", words[5:].strip(), url
+    return "head", words, url
 
 
 def read_rate(text):
@@ -630,7 +632,7 @@ class Setting(NamedTuple):
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text      # the reader of the keys of a section of data
     secret: bool = False            # whether no message shows its value
-    text_file: bool = False         # whether it names a text file, which is read with the settings
+    is_read: bool = False           # whether it names a file that is read with the settings
 
     @property
     def section(self) -> str:
@@ -675,13 +677,16 @@ SETTINGS_BEFORE_GAMES = (
     Setting("http.intro", "", read_text, "A sentence or two at the top of the page."),
     Setting("http.accent", "", read_colour,
             "The colour of what stands out, as #1f4fd8; made darker or lighter if it must be."),
+    Setting("http.logo", "", read_without_url,
+            "An image for the head of every page and the browser's tab: SVG, PNG, JPEG, WebP, GIF.",
+            is_read=True),
     Setting("http.links", "", list_reader(read_link, "\n"),
-            "Links at the foot of every page, one a line: the words, then the URL."),
+            "Links at the head of every page, one a line: words, URL; after foot: at its foot."),
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders.",
-            text_file=True),
+            is_read=True),
     Setting("http.stylesheet", "", read_without_url, "A CSS file that is added to style.css.",
-            text_file=True),
+            is_read=True),
     Setting("http.countries", "", read_without_url,
             "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
@@ -781,7 +786,7 @@ class Settings:
         self.folder: Optional[str] = None
         self.given = set()              # the names of the settings that somebody has set
         self.warnings = []              # for the log
-        self.texts = {}                 # the contents of the text files that settings name
+        self.contents = {}              # of the files that settings name, by these
         self.values: Dict[str, Any] = {}
         for setting in SETTINGS.values():
             # The default of a section of data is only an example
@@ -867,7 +872,7 @@ def check_is_file(path, max_bytes=math.inf):
     if is_special(path) and path != os.devnull:
         raise ValueError("not a plain file; reading from a pipe may take for ever")
     if os.path.exists(path) and os.path.getsize(path) > max_bytes:
-        raise ValueError("larger than %d MB" % (max_bytes >> 20))
+        raise ValueError("larger than %s kB" % format(max_bytes >> 10, ","))
 
 
 def is_special(path):
@@ -6929,7 +6934,7 @@ class Aio(PolledGame, TcpProtocol):
         Setting("aio.news", "", read_text, "The text that players read under News."),
         Setting("aio.news_file", "", read_without_url,
                 "A text file to read the news from instead; read again when it changes.",
-                text_file=True),
+                is_read=True),
     )
     ports = (Port("tcp"),)
     master_port = 27011
@@ -6952,7 +6957,7 @@ class Aio(PolledGame, TcpProtocol):
         # Half of all connections is for players and browsers. So no server has to leave for them
         connections = settings["limits.connections_total"]
         self.max_servers = max(1, connections // 2)
-        news = settings.texts.get("aio.news_file") or settings["aio.news"]
+        news = settings.contents.get("aio.news_file") or settings["aio.news"]
         # A string16 has 65,535 bytes at most, and a character up to 4
         news = news.strip()[:16000]
         text_news = "%%NEWS#%s#%%" % aio_escape(news)
@@ -8912,21 +8917,23 @@ class Cube2Session(ServerSession):
 # The list page. The operator's own `[http] template` may replace it. Each of these placeholders may
 # occur in a template once or not at all:
 #   $title    the title in the ini, as text           $intro    the ini's paragraph, may be empty
+#   $logo     the ini's image, may be empty           $links    to /games, /add; the ini's own
 #   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers"
 #   $tabs     the games with their numbers            $search   the form: name, minimum of players
 #   $table    the list, or a hint if it is empty      $foot     the links to /check, /servers.json
 # Any other dollar sign is written $$.
-LIST_PLACEHOLDERS = ("title", "intro", "head", "totals", "tabs", "search", "table", "foot")
+LIST_PLACEHOLDERS = (
+    "title", "logo", "intro", "links", "head", "totals", "tabs", "search", "table", "foot")
 LIST_PAGE = """\
 <!doctype html>
 <html lang="en">
 <head>
 $head</head>
 <body>
-<header class="list">
-<div><h1>$title</h1>
-$intro</div>
-$totals<nav class="links" aria-label="Site"><a href="/add">Add your server</a></nav>
+<header>
+<div class="row"><h1>$logo$title</h1>
+$links</div>
+<div class="row">$intro$totals</div>
 </header>
 <main>
 $tabs$search$table</main>
@@ -8940,8 +8947,8 @@ PAGE = """\
 <head>
 $head</head>
 <body>
-<header class="row"><a class="home" href="/">$title</a>
-<nav class="links" aria-label="Site"><a href="/add">Add your server</a></nav></header>
+<header class="row"><a class="home" href="/">$logo$title</a>
+$links</header>
 <main>
 <p id="status" role="status"></p>
 $main</main>
@@ -8958,9 +8965,16 @@ HEAD = """\
 <meta property="og:title" content="$title">
 <meta property="og:description" content="$about">
 <meta property="og:site_name" content="$site">
-$link<link rel="icon" href="/icon.svg" type="image/svg+xml">
+$link<link rel="icon" href="/icon" type="$icon_type">
 <link rel="stylesheet" href="/style.css">
 <script src="/app.js" defer></script>
+"""
+
+LOGO = '<img class="logo" src="/icon" alt="">'
+LINKS = """\
+<nav class="links" aria-label="Site"><a href="/games">Games</a>
+<a href="/add">Add your server</a>
+$links</nav>
 """
 
 FOOT = """\
@@ -8968,7 +8982,8 @@ FOOT = """\
 <nav aria-label="More"><a href="/add">Add your server</a>
 <a href="/games">Games</a> <a href="/check">Is my server listed?</a>
 <a href="/servers.json">JSON</a> <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
-$links</footer>
+<nav aria-label="Links">$links</nav>
+</footer>
 """
 
 SEARCH = """\
@@ -9190,7 +9205,7 @@ ERROR_PAGE = """\
 ICON_SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">\
 <rect width="32" height="32" rx="6" fill="#131210"/>\
-<g stroke="#f2b23a" stroke-width="3" stroke-linecap="round"><path d="M7 9h11M7 16h8M7 23h12"/>\
+<g stroke="%s" stroke-width="3" stroke-linecap="round"><path d="M7 9h11M7 16h8M7 23h12"/>\
 <path d="M24 9h1M21 16h4M24 23h1" stroke="#ece8df"/></g></svg>
 """
 
@@ -9243,12 +9258,14 @@ main { margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: cli
 }
 
 header { padding: 2.5rem 0 1.5rem; }
-header.list {
-  display: flex; flex-wrap: wrap; justify-content: space-between; align-items: end; gap: 1rem 2rem;
+.row {
+  display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center;
+  gap: .25rem 1.75rem;
 }
-header.list > div { min-width: 0; max-width: 42rem; }
+.row > p { max-width: 42rem; }
 header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
 .home { color: var(--soft); font-weight: 650; text-decoration: none; }
+.logo { height: 2rem; max-width: 100%; margin-right: .625rem; vertical-align: middle; }
 .totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
 .totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
 footer {
@@ -9265,7 +9282,7 @@ footer nav + nav { margin-top: .25rem; }
 }
 .bar h2 { margin: 0; }
 .tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
-.tabs:empty, .tabs small:empty { display: none; }
+.tabs:empty, .tabs small:empty, footer nav:empty { display: none; }
 .tabs a {
   padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft);
   text-decoration: none;
@@ -9430,7 +9447,8 @@ pre {
    narrow, first Seen leaves, then Version, Mode, and Map */
 @media (min-width: 54.01rem) {
   .order { display: none !important; }
-  header.list .totals { margin-left: auto; }
+  .row + .row { margin-top: .25rem; }
+  .totals { margin-left: auto; }
   .board :is(th, td):first-child { flex: 1; }
   .board :is(th, td):nth-child(2) { width: 8rem; }
   .board :is(th, td):nth-child(3) { width: 5.5rem; }
@@ -9456,10 +9474,9 @@ pre {
 @media (max-width: 54rem) {
   :root { --edge: 1rem; }
   header { padding: .875rem 0 .5rem; }
-  header.list { gap: .5rem; }
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
-  main > .tabs {
+  main > .tabs, header .links {
     flex-wrap: nowrap; margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: auto;
     scrollbar-width: none; white-space: nowrap;
   }
@@ -9541,10 +9558,11 @@ dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .error .lead { margin: .5rem 0 1.5rem; max-width: 42rem; }
 
 /* Links to other pages, the blocks of /add, and how to join a server */
-header.row { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1.75rem; }
 .links { display: flex; flex-wrap: wrap; gap: .25rem 1.75rem; font-size: .875rem; }
 .links a { color: var(--soft); text-decoration: none; }
 .links a:hover { color: var(--accent); text-decoration: underline; }
+/* A line before the operator's own */
+.links a:nth-child(3) { padding-left: 1.75rem; border-left: 1px solid var(--line); }
 .blocks {
   display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr));
   gap: 2rem 3rem; margin-top: 1.5rem;
@@ -10127,28 +10145,29 @@ if (document.querySelector(LIVE)) {
 
 # --- The accent -----------------------------------------------------------------------------------
 
-# Follows the style sheet and stands in each banner. The other colours are those of STYLE_CSS
+# Follows the style sheet and stands in each banner. The other colours are those of STYLE_CSS. The
+# icon is dark, and has the accent of the dark
 ACCENT_CSS = """\
 :root { --accent: %s; --glow: %s; }
 @media (prefers-color-scheme: dark) { :root { --accent: %s; --glow: %s; } }
 """
-DEFAULT_ACCENT_CSS = ACCENT_CSS % ("#8a5700", "#fae7bd", "#f2b23a", "#43351a")
+DEFAULT_ACCENT = ("#8a5700", "#fae7bd", "#f2b23a", "#43351a")
 # To be readable, a text needs a contrast of 4.5 to what lies behind it (WCAG 2.1, 1.4.3)
 LEAST_CONTRAST = 4.6
 
 
-def accent_css(colour):
-    """Return ACCENT_CSS with a colour, "#rrggbb", or with the usual one for "".
+def accent_of(colour):
+    """Return the colours of ACCENT_CSS for a colour, "#rrggbb", or the usual ones for "".
 
     It is moved towards black, and for the dark towards white, until it can be read."""
     if not colour:
-        return DEFAULT_ACCENT_CSS
+        return DEFAULT_ACCENT
     light = readable(colour, "#000000", "#f4f1ea")
     dark = readable(colour, "#ffffff", "#1d1b18")
     # Behind a row that has changed stands a glow, on which soft text can be read too
     light_glow = readable(mixed("#fcfbf8", light, 0.2), "#fcfbf8", "#625d55")
     dark_glow = readable(mixed("#131210", dark, 0.25), "#131210", "#a8a195")
-    return ACCENT_CSS % (light, light_glow, dark, dark_glow)
+    return light, light_glow, dark, dark_glow
 
 
 def readable(colour, target, other):
@@ -10217,8 +10236,9 @@ class PageContext(NamedTuple):
     games: Mapping[str, str]        # the titles of all games, by id
     url: str                        # the address of the pages for other sites, or ""
     rooms: Mapping[str, Game]       # the games of section 10 by their ids
-    accent: str                     # the accent_css()
-    links: Sequence[Tuple[str, str]]        # at the foot: words, URL
+    accent: Tuple[str, ...]         # the colours of ACCENT_CSS
+    links: Sequence[Tuple[str, str, str]]       # "head" or "foot", words, URL
+    logo: Tuple[str, bytes]         # media type and bytes of an image; empty: there is none
 
     def room(self, server):
         return self.rooms.get(server.room, PLAIN_GAME)
@@ -10240,6 +10260,27 @@ def check_list_template(text):
         raise ValueError(
             "line %d: '%s' is no placeholder (those are $%s). Write the sign twice: '$%s'"
             % (line, dollar, ", $".join(LIST_PLACEHOLDERS), dollar))
+
+
+SVG_TYPE = "image/svg+xml"
+# The images of browsers, by how they begin. An SVG is shown only if it names its namespace
+IMAGES = {
+    "image/png": rb"\x89PNG\r\n\x1a\n",
+    "image/jpeg": rb"\xff\xd8\xff",
+    "image/gif": rb"GIF8[79]a",
+    "image/webp": rb"RIFF....WEBP",
+    SVG_TYPE: rb"(\xef\xbb\xbf)?\s*<.*http://www\.w3\.org/2000/svg",
+}
+# Visitors load the logo with their first page: let it be no more than the rest of that
+LOGO_BYTES = 64 << 10
+
+
+def read_logo(data):
+    """Return the media type of an image, and its bytes. Raise ValueError if it is none."""
+    for media_type, pattern in IMAGES.items():
+        if re.match(pattern, data, re.DOTALL):
+            return media_type, data
+    raise ValueError("expected an image: PNG, JPEG, GIF, WebP, or SVG with xmlns")
 
 
 # --- Small pieces --------------------------------------------------------------------------------
@@ -10364,17 +10405,20 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
         title=full_title,
         about=about or full_title,
         site=context.title,
-        link=link)
-    links = [link_tag(url, words) for words, url in context.links]
-    if links:
-        links = fill_template('<nav aria-label="Links">$links</nav>\n', links=links)
-    foot = fill_template(FOOT, links=links)
-    page = fill_template(template, title=context.title, head=head, foot=foot, **values)
+        link=link,
+        icon_type=context.logo[0] if context.logo else SVG_TYPE)
+    links = {"head": [], "foot": []}
+    for place, words, url in context.links:
+        links[place].append(fill_template('<a href="$url">$words</a>\n', url=url, words=words))
+    page = fill_template(
+        template,
+        title=context.title,
+        logo=Html(LOGO if context.logo else ""),
+        links=fill_template(LINKS, links=links["head"]),
+        head=head,
+        foot=fill_template(FOOT, links=links["foot"]),
+        **values)
     return page.encode()
-
-
-def link_tag(url, words):
-    return fill_template('<a href="$url">$words</a>\n', url=url, words=words)
 
 
 # A bracket belongs to the URL if both of the pair stand in it; a full stop at its end does not
@@ -11038,6 +11082,9 @@ DEFAULT_FIELDS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+# An image has its style inside it, and runs no script, also where somebody opens it as a page
+IMAGE_FIELDS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
 
 
 class HttpError(Exception):
@@ -11482,12 +11529,13 @@ class Web(TcpProtocol):
         self.look = PageContext(
             settings["http.title"],
             settings["http.intro"],
-            settings.texts.get("http.template") or LIST_PAGE,
+            settings.contents.get("http.template") or LIST_PAGE,
             collections.ChainMap(titles, self.registry.titles),
             settings["http.url"],
             self.rooms,
-            accent_css(settings["http.accent"]),
-            settings["http.links"])
+            accent_of(settings["http.accent"]),
+            settings["http.links"],
+            settings.contents.get("http.logo", ()))
         # The header fields of all responses by HTTP, and by HTTPS
         self.scheme_fields = {"http": NO_FIELDS, "https": NO_FIELDS}
         if settings["http.url"].startswith("https:"):
@@ -12066,7 +12114,7 @@ def get_banner(web, request):
             status = 404
         svg = fill_template(
             BANNER,
-            accent=Html(web.look.accent),
+            accent=Html(ACCENT_CSS % web.look.accent),
             name=clean(name) or endpoint,
             state=state,
             players=players,
@@ -12074,8 +12122,8 @@ def get_banner(web, request):
             place=place,
             spark=render_sparkline(web.hourly_players.get(key, ())))
         # Its style is inside it, because an image on another page cannot load a style sheet
-        return HttpResponse(svg.encode(), "image/svg+xml", status, {
-            "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+        return HttpResponse(svg.encode(), SVG_TYPE, status, {
+            **IMAGE_FIELDS,
             "Cache-Control": "public, max-age=60",
             "Vary": "Accept-Encoding",
         })
@@ -12564,8 +12612,16 @@ def get_healthz(web, request):
 
 
 def get_style_css(web, request):
-    text = STYLE_CSS + web.look.accent + (web.settings.texts.get("http.stylesheet") or "")
+    own_css = web.settings.contents.get("http.stylesheet", "")
+    text = STYLE_CSS + ACCENT_CSS % web.look.accent + own_css
     return HttpResponse(text.encode(), "text/css; charset=utf-8", is_public=True)
+
+
+def get_icon(web, request):
+    """Return the operator's logo, or ICON_SVG."""
+    dark_accent = web.look.accent[2]
+    media_type, body = web.look.logo or (SVG_TYPE, (ICON_SVG % dark_accent).encode())
+    return HttpResponse(body, media_type, fields=IMAGE_FIELDS, is_public=True)
 
 
 def text_route(text, media_type):
@@ -12599,7 +12655,7 @@ ROUTES = {
     "/check": WebRoute(GET, get_check),
     "/style.css": WebRoute(GET, get_style_css),
     "/app.js": WebRoute(GET, text_route(APP_JS, "text/javascript; charset=utf-8")),
-    "/icon.svg": WebRoute(GET, text_route(ICON_SVG, "image/svg+xml")),
+    "/icon": WebRoute(GET, get_icon),
     "/robots.txt": WebRoute(
         GET, text_route("User-agent: *\nDisallow: /server\nDisallow: /check\n", TEXT_TYPE)),
     "/servers.json": WebRoute(GET, get_servers_json),
@@ -12677,8 +12733,8 @@ ROOMS.update((game.game, game) for game in GAMES)
 GAME_TITLES = {}
 for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
-# These settings name a text file, which is read with the settings and again when it changes
-TEXT_FILES = [setting.name for setting in SETTINGS.values() if setting.text_file]
+# These settings name a file that is read with the settings and again when it changes
+READ_FILES = [setting.name for setting in SETTINGS.values() if setting.is_read]
 # The settings of all ports, for programs that embed this one. Without a value they open none
 PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
@@ -14006,7 +14062,7 @@ def file_stamps(settings):
     It is a list with a (path, modification time, change time, size) of each file that exists. The
     change time shows that the rights to read a file have changed."""
     stamps = []
-    names = (*TEXT_FILES, "http.certificate", "http.key", "http.countries")
+    names = (*READ_FILES, "http.certificate", "http.key", "http.countries")
     for path in (settings.path, *map(settings.file, names)):
         with contextlib.suppress(OSError):
             status = os.stat(path)
@@ -14033,18 +14089,20 @@ def country_file_text(country_file):
     return "%s of %s" % (country_file.type, utc_datetime(country_file.built).date())
 
 
-def read_text_files(settings):
-    """Read the files that the settings in TEXT_FILES name into `settings.texts`; the text is "" for
-    a setting that names none. Raise SettingsError if a file cannot be read or is not UTF-8, or if
-    the template of the list page is wrong."""
-    for name in TEXT_FILES:
-        text = ""
+def read_files(settings):
+    """Read the files that the settings in READ_FILES name into `settings.contents`, as text or the
+    logo as read_logo() returns it; "" for a setting that names none. Raise SettingsError if a file
+    cannot be read or is not what it must be."""
+    for name in READ_FILES:
+        content: Any = ""
         with setting_file(settings, name) as path:
-            if path:
-                text = read_file(path, 1 << 20).decode("utf-8-sig").replace("\r\n", "\n")
+            if path and name == "http.logo":
+                content = read_logo(read_file(path, LOGO_BYTES))
+            elif path:
+                content = read_file(path, 1 << 20).decode("utf-8-sig").replace("\r\n", "\n")
             if name == "http.template":
-                check_list_template(text)
-        settings.texts[name] = text
+                check_list_template(content)
+        settings.contents[name] = content
 
 
 @contextlib.contextmanager
@@ -14070,20 +14128,20 @@ def read_file(path, max_bytes):
 
 def adopt_settings(settings, new_settings):
     """Copy from `new_settings` into `settings` what has changed and may change while the program
-    runs, also the texts of files. Log for each other change that it needs a restart. Return the
+    runs, also the contents of files. Log for each other change that it needs a restart. Return the
     names of the settings that were copied, as they stand in the ini: "[http] title"."""
     changed_names = []
     for setting in SETTINGS.values():
         name = setting.name
-        is_same_text = settings.texts.get(name) == new_settings.texts.get(name)
-        if settings[name] == new_settings[name] and is_same_text:
+        is_same_file = settings.contents.get(name) == new_settings.contents.get(name)
+        if settings[name] == new_settings[name] and is_same_file:
             continue
         if setting.live:
             changed_names.append(" ".join(filter(None, ["[%s]" % setting.section, setting.key])))
             settings.values[name] = new_settings[name]
         else:
             log.warning("[%s] %s has changed; that needs a restart", setting.section, setting.key)
-    settings.texts = new_settings.texts
+    settings.contents = new_settings.contents
     settings.found = new_settings.found
     return changed_names
 
@@ -15436,7 +15494,7 @@ class MasterServer:
         self.settings = settings if isinstance(settings, Settings) else Settings(settings)
         self.read_settings: Any = reload
         self.file_stamps = file_stamps(self.settings)
-        read_text_files(self.settings)
+        read_files(self.settings)
         self.certificate: Any = None        # a Certificate if there is a port for HTTPS
         if self.settings["http.https_ports"]:
             self.certificate = load_certificate(self.settings)
@@ -15858,14 +15916,14 @@ class MasterServer:
             self.reload(now)
 
     def reload(self, now):
-        """Have the disk thread read the settings and the text files that they name again."""
+        """Have the disk thread read the settings and the files that they name again."""
 
         def read():
             new_settings = self.read_settings()
             # Without its file every setting would fall back to its default
             if self.settings.found and not new_settings.found:
                 raise SettingsError("%s: it is gone or empty" % new_settings.path)
-            read_text_files(new_settings)
+            read_files(new_settings)
             return new_settings
 
         self.disk.submit(read, self.on_settings_read)
@@ -15875,7 +15933,9 @@ class MasterServer:
         the certificate and the countries."""
         if isinstance(result, Exception):
             log.error("the old settings stay in force: %s", result)
+            self.health["settings"] = "the old ones stay in force: %s" % result
             return
+        self.health.pop("settings", None)
         # `file_stamps` has the stamps of the files that the old settings name. If the ini now names
         # another file, the next tick sees a difference and has all read once more
         changed = adopt_settings(self.settings, result)

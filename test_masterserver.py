@@ -422,8 +422,9 @@ class SettingsTest(unittest.TestCase):
                 ("http.intro", "x\n a = b c d://", "x\n a = b c d://"),
                 ("http.accent", " #1F4fd8", "#1f4fd8"), ("http.accent", "#48c", "#4488cc"),
                 ("http.accent", "1f4fd8", "#1f4fd8"), ("http.accent", "", ""),
-                ("http.links", "\n Imprint  https://h.example/i\nWrite to us mailto:a@h.example",
-                 (("Imprint", "https://h.example/i"), ("Write to us", "mailto:a@h.example"))),
+                ("http.links", "\n Rules  https://h.example/i\nfoot:Write to us mailto:a@b.example",
+                 (("head", "Rules", "https://h.example/i"),
+                  ("foot", "Write to us", "mailto:a@b.example"))),
                 ("server.bind", "::ffff:127.0.0.1, [::1]", ("127.0.0.1", "::1")),
                 ("server.public_address", "2001:DB8::0", "2001:db8::"),
                 ("server.log_level", " Debug", "debug"),
@@ -463,6 +464,8 @@ class SettingsTest(unittest.TestCase):
                 ("[server]\nrefuse_names = good\n (\n", "good (: item 2: expected a regular"),
                 ("[server]\ndatabase = a\0b\n", "a NUL character is not allowed"),
                 ("[server]\nlog_level = loud\n", "expected one of debug, info, warning, error"),
+                ("[http]\nlinks = foot: https://h.example/\n", "item 1: expected words, then http"),
+                ("[http]\nlinks =\n A http://b/\n B javascript:x\n", "item 2: expected words"),
                 ("[games]\naio = A\n", "the id aio is taken"),
                 ("[quake3]\ntags = Warsow\n", "tags = Warsow: item 1: expected TAG = GAME"),
                 ("port = 1\n", "line 1: expected [section]"),
@@ -479,7 +482,7 @@ class SettingsTest(unittest.TestCase):
                 ms.Settings.load(path)
         with self.assertRaisesRegex(ms.SettingsError, "not a plain file"):
             ms.Settings.load(HERE, missing_ok=True)         # a folder
-        with self.assertRaisesRegex(ms.SettingsError, "larger than 4 MB"):
+        with self.assertRaisesRegex(ms.SettingsError, "larger than 4,096 kB"):
             self.load("# a line\n" * 500_000)
         settings = ms.Settings.load("nowhere.ini", missing_ok=True)
         self.assertEqual((settings["iceball.port"], settings.found), (27790, False))
@@ -4252,7 +4255,7 @@ class AioTest(unittest.TestCase):
                 ("\n one \n two % # \n", "old", "one \n two <percent> <num>", "one \n two % #"),
                 ("€" * 40000, "", "€" * 16000, "€" * 16000)):
             settings = settings_of({"aio__news": setting})
-            settings.texts["aio.news_file"] = file
+            settings.contents["aio.news_file"] = file
             aio.room.read(settings)
             self.assertEqual(aio.ask(b"NEWS#%"), b"%NEWS#" + text.encode() + b"#%")
             self.assertEqual(ms.aio_payload(aio.ask(hexa("01000000 01")), 1 << 16),
@@ -5092,7 +5095,8 @@ class PagesTest(unittest.TestCase):
             web.registry.record_outcome(server.address, text, 1, text, 0.0, text)
             gone = web_of([], ms.Remembered(0.0, 0.0, text))
             url = "https://h.example/" + text
-            gone.look = gone.look._replace(title=text, intro=text + url, links=[(text, url)])
+            gone.look = gone.look._replace(
+                title=text, intro=text + url, links=[("head", text, url), ("foot", text, url)])
             for shown, path in (
                     (web, link_to(server)), (web, "/?game=aio&name=" + quoted), (web, "/games"),
                     (web, "/check?address=" + server.address), (gone, link_to(server)),
@@ -5333,34 +5337,41 @@ class PagesTest(unittest.TestCase):
         chance = random.Random(63)
         colours = ["", "#1f4fd8", "#ffd400", "#000000", "#ffffff", "#808080", "#00ff00"]
         for colour in colours + ["#%06x" % chance.getrandbits(24) for _ in range(100)]:
-            css = ms.accent_css(colour)
-            light, light_glow, dark, dark_glow = re.findall("#[0-9a-f]{6}", css)
+            accent = light, light_glow, dark, dark_glow = ms.accent_of(colour)
+            self.assertEqual(re.findall("#[0-9a-f]{6}", ms.ACCENT_CSS % accent), list(accent))
             for pair in ((light, "#fcfbf8"), (light, "#f4f1ea"), (dark, "#131210"),
                          (dark, "#1d1b18"), (light_glow, "#625d55"), (dark_glow, "#a8a195")):
                 self.assertGreaterEqual(contrast_of(*pair), 4.5, (colour, pair))
         for colour, light, dark in (("#1f4fd8", "#1f4fd8", "#5e80e3"), ("#00a86b", "", "#00a86b"),
                                     ("#101010", "#101010", ""), ("#ffffff", "", "#ffffff")):
-            got = re.findall("--accent: (.*?);", ms.accent_css(colour))
-            self.assertEqual(got, [light or got[0], dark or got[1]])
+            got = ms.accent_of(colour)[::2]
+            self.assertEqual(got, (light or got[0], dark or got[1]))
 
     def test_the_operator_s_look_is_on_every_page(self):
         web = web_of(make_servers(1))
-        accent = ms.accent_css("#1f4fd8")
         web.look = web.look._replace(
-            accent=accent, links=[("Imprint", "https://h.example/i?a&b"), ("Rules", "https://r/")],
+            accent=ms.accent_of("#1f4fd8"), logo=("image/png", b"\x89PNG"),
+            links=[("foot", "Imprint", "https://h.example/i?a&b"), ("head", "Rules", "https://r/"),
+                   ("head", "Forum", "https://f/")],
             intro="See https://h.example/x_(y), or (http://b.example/a?b=<c>).")
-        links = ('<nav aria-label="Links"><a href="https://h.example/i?a&amp;b">Imprint</a>\n'
-                 '<a href="https://r/">Rules</a>\n</nav>\n</footer>')
+        accent = ms.ACCENT_CSS % web.look.accent
         server, = web.registry.servers()
-        for path in "/", "/check", "/nowhere", link_to(server):
-            self.holds(page_of(web, path), links)
+        for path in "/", "/check", "/nowhere", "/add", "/games", link_to(server):
+            self.holds(page_of(web, path), (
+                'Add your server</a>\n<a href="https://r/">Rules</a>\n'
+                '<a href="https://f/">Forum</a>\n</nav>'), (
+                '<nav aria-label="Links"><a href="https://h.example/i?a&amp;b">Imprint</a>\n'
+                '</nav>\n</footer>'), '<img class="logo" src="/icon" alt="">Open Game Masters</',
+                '<link rel="icon" href="/icon" type="image/png">')
         self.holds(page_of(web),
                    'See <a href="https://h.example/x_(y)">https://h.example/x_(y)</a>, or '
                    '(<a href="http://b.example/a?b=">http://b.example/a?b=</a>&lt;c&gt;).</p>')
         for path in "/style.css", link_to(server).replace("/server", "/banner.svg"):
             self.holds(page_of(web, path), accent)
-        web.look = web.look._replace(links=())
-        self.holds(page_of(web, "/check"), lacks=['aria-label="Links"'])
+        web.look = web.look._replace(links=(), logo=())
+        self.holds(page_of(web, "/check"), 'href="/icon" type="image/svg+xml"',
+                   '<nav aria-label="Links"></nav>', lacks=["<img"])
+        self.holds(page_of(web, "/icon"), 'stroke="#5e80e3"')
 
     def test_columns_and_signs_are_those_that_servers_fill(self):
         plain = dict(mode="", map="", version="")
@@ -5429,10 +5440,11 @@ class Site(socketserver.ThreadingTCPServer):
     """The pages over HTTP from `servers`, which a test may change."""
 
     daemon_threads = True
-    servers, asked, down, template = [], [], False, ms.LIST_PAGE
+    servers, asked, down, template, look = [], [], False, ms.LIST_PAGE, {}
 
     def answer(self, data):
         web = web_of(self.servers, template=self.template)
+        web.look = web.look._replace(**self.look)
         if self.down:
             web.response_to = mock.Mock(side_effect=ms.HttpError(503, "It is down."))
         out = answered(web.session("127.0.0.1", 0.0), data)
@@ -5536,6 +5548,12 @@ class Browser:
 ROWS = "[...document.querySelectorAll('tbody tr:not([hidden])')]"
 EDGES = """[...document.querySelectorAll(%r)].filter(part => part.getClientRects().length)
     .map(part => part.getBoundingClientRect()).map(box => [box.left, box.right, box.height])"""
+
+
+# A logo whose script must not run, and whose style must hold
+SVG = ('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 60 20" onload="alert(1)">'
+       '<style>rect { fill: red }</style><script>document.documentElement.id = "ran"</script>'
+       '<rect width="60" height="20"/></svg>')
 
 
 class BrowserCase(unittest.TestCase):
@@ -6045,6 +6063,32 @@ class LayoutTest(BrowserCase):
             self.browser.resize(1280, dark=dark)
             self.open(ms.server_link(server, "/banner.svg"))
             self.assertEqual(self.css(".card", "fill"), ground)
+
+    def test_an_operator_s_look(self):
+        """The logo is an image on every page, and alone; its script runs nowhere. On a phone many
+        links scroll sideways; the first row keeps its place."""
+        self.site.look = {
+            "logo": ("image/svg+xml", SVG.encode()), "intro": "Every Friday. " * 5,
+            "links": [("head", "Link %d" % number, "https://h.example/") for number in range(9)]}
+        self.addCleanup(setattr, self.site, "look", {})
+        for target in "/", "/check", "/nowhere", link_to(self.site.servers[0]):
+            for width in 320, 390, 1280:
+                self.browser.resize(width)
+                self.open(target)
+                eventually(lambda: self.js("document.images[0].naturalWidth"))
+                self.assertEqual(self.of(".logo", "offsetHeight"), 32)
+                self.assertLessEqual(self.of("html", "scrollWidth"), width)
+                self.assertEqual(len(set(self.all(
+                    "header .links a", "getBoundingClientRect().top"))), 1, (target, width))
+            self.browser.resize(390)
+            if target == "/":
+                top = self.js("document.querySelector('tbody tr').getBoundingClientRect().top")
+                self.assertLessEqual(top, 330)
+        self.browser.page_errors()                      # of the page that is nowhere
+        self.open("/icon")
+        self.assertEqual((self.css("rect", "fill"), self.of("#ran")), ("rgb(255, 0, 0)", None))
+        errors = self.browser.page_errors()
+        self.assertEqual({"Blocked script execution" in error for error in errors}, {True}, errors)
 
     def test_nothing_stands_out(self):
         self.site.servers[5:5] = hostile_servers()
@@ -8176,7 +8220,7 @@ class HttpTest(WebCase):
                       known=mock.Mock(return_value=None))
         self.list(1)
         self.registry.total = 10000
-        now, files = 0.0, ("/style.css", "/app.js", "/icon.svg")
+        now, files = 0.0, ("/style.css", "/app.js", "/icon")
         server = "/server?address=203.0.113.9&port=1&game=iceball&span="
         for pause, path in (
                 (0, "/"), (1, "/?name=s"), *[(1, server + span) for span in ms.SPANS],
@@ -8424,17 +8468,23 @@ flavor="3" ping_milliseconds="41"/>
         self.list(game="mygame")
         self.assertIn(b">My Game<", self.get("/")[2])
         before = self.get("/master.json")[1]["ETag"]
-        values, texts = self.program.settings.values, self.program.settings.texts
+        values, contents = self.program.settings.values, self.program.settings.contents
         values["games"] = {"mygame": "Second title"}
         values["iceball.version"] += 1
-        texts["http.template"] = "<p>Our own page $table"
-        texts["http.stylesheet"] = "p { color: red }"
+        contents["http.template"] = "<p>Our own page $table"
+        contents["http.stylesheet"] = "p { color: red }"
+        contents["http.logo"] = ("image/svg+xml", SVG.encode())
         self.web.read(self.program.settings)
         page = self.get("/")[2]
         self.assertEqual([words in page for words in (
             b"My Game", b">Second title<", b"Our own page")], [False, True, True])
         style = self.get("/style.css")[2].decode()
         self.assertTrue(style.startswith(ms.STYLE_CSS) and style.endswith("p { color: red }"))
+        status, headers, icon = self.get("/icon")
+        self.assertEqual((icon.decode(), headers["Content-Type"], headers["Cache-Control"],
+                          headers["Content-Security-Policy"]),
+                         (SVG, "image/svg+xml", "public, max-age=5",
+                          "default-src 'none'; style-src 'unsafe-inline'; sandbox"))
         self.program.rooms["iceball"].read(self.program.settings)
         self.assertEqual(self.get("/master.json", "If-None-Match: " + before, now=1.0)[0], 200)
 
@@ -10519,7 +10569,7 @@ class BannerTest(unittest.TestCase):
         fields = "Content-Type", "Cache-Control", "Vary", "Content-Security-Policy"
         self.assertEqual([headers[name] for name in fields], [
             "image/svg+xml", "public, max-age=60", "Accept-Encoding",
-            "default-src 'none'; style-src 'unsafe-inline'"])
+            "default-src 'none'; style-src 'unsafe-inline'; sandbox"])
         document = xml.dom.minidom.parseString(body).documentElement
         self.assertEqual(document.getAttribute("viewBox"), "0 0 560 95")
         self.assertNotRegex(body, b"<(script|image|foreignObject|use)|href|on[a-z]+=|url\\([^#]")
@@ -11868,7 +11918,7 @@ class HttpsTest(unittest.TestCase):
                  "in it is damaged"),
                 (write("hostile", b"-----BEGIN CERTIFICATE-----" * 38000), self.key,
                  "there is no certificate in it"),
-                (write("large", bytes(1 + (1 << 20))), self.key, "larger than 1 MB"),
+                (write("large", bytes(1 + (1 << 20))), self.key, "larger than 1,024 kB"),
                 (self.certificate, write("badkey", key[:100] + key[110:]), "cannot be used")):
             with self.subTest(words):
                 self.assertRaisesRegex(
@@ -12390,19 +12440,58 @@ class ReloadTest(unittest.TestCase):
             self.write("my.css", "i {} ")
             server.tick(0.0)
         self.assertIn("my.css", logged.output[0])
-        self.assertEqual((server.settings["http.title"], server.settings.texts["http.stylesheet"]),
+        settings = server.settings
+        self.assertEqual((settings["http.title"], settings.contents["http.stylesheet"]),
                          ("Mine", "i {} "))
 
-    def test_text_files_that_cannot_be_read(self) -> None:
+    def test_files_that_cannot_be_read(self) -> None:
         self.write("bad.html", "$unknown")
+        self.write("big.svg", SVG + " " * (65537 - len(SVG)))
+        self.write("page.svg", "<svg>")
         rows = [("http.template", "bad.html", "unknown"),
-                ("http.stylesheet", "none.css", "none.css")]
+                ("http.stylesheet", "none.css", "none.css"),
+                ("http.logo", "none.png", "none.png: No such file"),
+                ("http.logo", "big.svg", "big.svg: larger than 64 kB"),
+                ("http.logo", "page.svg", "page.svg: expected an image: PNG, .* SVG with xmlns")]
         if hasattr(os, "mkfifo"):
             os.mkfifo(os.path.join(self.folder, "pipe"))
             rows.append(("aio.news_file", "pipe", "not a plain file"))
         for name, file, words in rows:
             settings = ms.Settings({name: os.path.join(self.folder, file)})
-            self.assertRaisesRegex(ms.SettingsError, words, ms.read_text_files, settings)
+            self.assertRaisesRegex(ms.SettingsError, words, ms.read_files, settings)
+
+    def test_the_logo_s_type_is_that_of_its_bytes(self) -> None:
+        """As the beginnings stand in the documents of the formats."""
+        for data, media_type in (
+                (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "image/png"),
+                (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "image/jpeg"),
+                (b"GIF87a\1\0", "image/gif"), (b"GIF89a\1\0", "image/gif"),
+                (b"RIFF\x1a\n\0\0WEBPVP8 ", "image/webp"), (SVG.encode(), "image/svg+xml"),
+                (b"\xef\xbb\xbf\n<?xml version='1.0'?>\n" + SVG.encode(), "image/svg+xml"),
+                (b"", ""), (b"\x89PNG", ""), (b"RIFF\x1a\n\0\0WAVEfmt ", ""), (b"<svg></svg>", ""),
+                (b"http://www.w3.org/2000/svg", ""), (b"BM\x1a\n\0\0", "")):
+            try:
+                self.assertEqual(ms.read_logo(data), (media_type, data))
+            except ValueError:
+                self.assertEqual(media_type, "", data)
+
+    def test_a_logo_that_changes(self) -> None:
+        """A good one is shown; a bad one is told at /healthz, until it is right again."""
+        server = self.server()
+        text = "[http]\nlogo = logo.svg\n"
+        for logo, words, trouble in (
+                (SVG, r"changed: \[http\] logo$", ()),
+                ("nonsense", "the old settings stay in force: .*logo.svg: expected an image",
+                 ("settings",)),
+                (SVG + "\n", r"changed: \[http\] logo$", ())):
+            self.write("logo.svg", logo)
+            self.write("masterserver.ini", text)
+            with self.assertLogs("masterserver") as logged:
+                server.reload(0.0)
+            self.assertRegex(logged.output[0], words)
+            self.assertEqual(tuple(server.health), trouble)
+        self.assertEqual(server.settings.contents["http.logo"],
+                         ("image/svg+xml", SVG.encode() + b"\n"))
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "pipes that have names")
     def test_a_pipe_in_place_of_the_ini(self) -> None:
