@@ -3438,6 +3438,16 @@ def read_names(names):
     return list(dict.fromkeys(cleaned_names))
 
 
+class Player(NamedTuple):
+    """Somebody on a game server, as far as the game tells it."""
+
+    name: str
+    clan: str = ""
+    score: Optional[int] = None
+    best_s: Optional[int] = None        # the best time in a race, in seconds
+    is_watching: bool = False
+
+
 def is_ipv4(server):
     """Can a list for players with four bytes an address have this server?"""
     return server.responding and ":" not in server.address
@@ -3787,7 +3797,8 @@ class Game:
         """Return further lines of the server's page: pairs of a heading and a text."""
         return []
 
-    def player_names(self, server):
+    def players(self, server):
+        """Return who is on a server, as Player objects, if its game tells it."""
         return []
 
     @classmethod
@@ -7972,8 +7983,8 @@ class Luanti(PolledGame):
         continent = CONTINENTS.get(self.rules.country(request.address), "")
         return to_json({"continent": continent.upper() or None})
 
-    def player_names(self, server):
-        return self.announcement_of(server).get("clients_list", [])
+    def players(self, server):
+        return list(map(Player, self.announcement_of(server).get("clients_list", ())))
 
     def fetch(self):
         entries = yield from fetched_json("/list", "list")
@@ -8509,18 +8520,28 @@ class Ddnet(Game):
 
     def facts(self, server):
         urls = self.registration(server)["addresses"]
+        versions = {url[len("tw-"):url.index("+")] for url in urls}
         endpoints = {endpoint_text(*ddnet_endpoint(url)) for url in urls}
         endpoints.discard(endpoint_text(server.address, server.port))
-        return [("Also at", ", ".join(sorted(endpoints)))]
+        return [("Protocols", " and ".join(sorted(versions))),
+                ("Also at", ", ".join(sorted(endpoints)))]
 
-    def player_names(self, server):
+    def players(self, server):
         info = json.loads(self.registration(server)["info"])
-        names = []
+        # Older servers do not say what their scores are
+        is_race = re.search("race|fastcap", info["game_type"], re.IGNORECASE)
+        kind = str(info.get("client_score_kind", "time" if is_race else "points"))
+        players = []
         for client in info["clients"]:
-            name = clean(client["name"])
-            clan = clean(client["clan"])
-            names.append("%s (%s)" % (name, clan) if clan else name)
-        return names
+            score, best_s = client["score"], None
+            if kind.startswith("time"):
+                # Older servers send it with a minus, and all send -9999 for none
+                best_s = None if score == -9999 else abs(score)
+                score = None
+            # The game has room for 15 bytes of a name and 11 of a clan
+            players.append(Player(clean(client["name"], 32), clean(client["clan"], 12), score,
+                                  best_s, not client["is_player"]))
+        return players
 
     def fetch(self):
         entries = yield from fetched_json(DDNET_SERVERS, "servers")
@@ -8832,8 +8853,8 @@ class RedEclipse(Sauerbraten):
         }
         return fields
 
-    def player_names(self, server):
-        return server.private["player_names"]
+    def players(self, server):
+        return list(map(Player, server.private["player_names"]))
 
     def lists(self):
         return {
@@ -9080,14 +9101,20 @@ VERIFIED = {
 SERVER_PAGE = """\
 <p class="back"><a href="/">← All servers</a> <a href="$game_link"><bdi>$game</bdi></a></p>
 <div id="state" data-live>
-<h1><bdi>$name</bdi> $badges</h1>
-<p class="lead">$lead</p>
+<div class="row">
+<div><h1><bdi>$name</bdi> $badges</h1>
+<p class="lead">$lead</p></div>
+<p class="totals">$count</p>
+</div>
 $join</div>
-$history<section>
-<h2>Details</h2>
+$history<div class="two">
+<section id="players" data-live>$players</section>
+<section>
+<h2>About</h2>
 <dl id="facts" data-live>
 $facts</dl>
 </section>
+</div>
 <section>
 <details><summary>Banner for other pages</summary>
 <p><img src="$image" alt="" width="560" height="95"></p>
@@ -9141,7 +9168,7 @@ path { fill: var(--accent); opacity: .75; }
 HISTORY = """\
 <section>
 <div class="bar">
-<h2>Players</h2>
+<h2>History</h2>
 <nav class="tabs" aria-label="Span">$tabs</nav>
 </div>
 <div id="history" data-live>
@@ -9240,6 +9267,7 @@ a:hover { color: var(--accent); text-decoration-color: currentColor; }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 2px; }
 h1 { margin: 0; font-size: 1.625rem; line-height: 2rem; font-weight: 650; letter-spacing: -.015em; }
 h2 { margin: 0 0 .75rem; font-size: 1rem; font-weight: 650; }
+h2 small { margin-left: .25rem; color: var(--soft); font-size: .875rem; font-weight: 400; }
 h3 { margin: 0; font-size: 1rem; font-weight: 650; }
 p, dd { margin: 0; }
 b { font-weight: 650; }
@@ -9263,7 +9291,8 @@ header { padding: 2.5rem 0 1.5rem; }
   gap: .25rem 1.75rem;
 }
 .row > p { max-width: 42rem; }
-header p, .lead { color: var(--soft); overflow-wrap: anywhere; }
+header p, .lead, .totals { color: var(--soft); overflow-wrap: anywhere; }
+.lead { max-width: 52rem; }
 .home { color: var(--soft); font-weight: 650; text-decoration: none; }
 .logo { height: 2rem; max-width: 100%; margin-right: .625rem; vertical-align: middle; }
 .totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
@@ -9518,27 +9547,37 @@ pre {
 }
 
 /* The pages of one server, of /check, and of errors */
-h1, h3, dd, li, pre, .from { overflow-wrap: anywhere; }
+h1, h3, dt, dd, li, pre, .from { overflow-wrap: anywhere; }
 h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .play {
   display: inline-block; margin-top: 1rem; padding: .25rem .875rem; border: 1px solid var(--accent);
   border-radius: 3px; color: var(--accent); font-weight: 650; text-decoration: none;
 }
 .play:hover { background: var(--accent); color: var(--ground); }
-dl {
-  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr));
-  gap: 1rem 2rem; margin: 0;
-}
-dl div { min-width: 0; padding-top: .5rem; border-top: 1px solid var(--line); }
-dl .wide { grid-column: 1 / -1; max-width: 48rem; }
+#state .row { align-items: flex-start; }
+#state .row > div { flex: 1 1 20rem; min-width: 0; }
+.two { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.two section { flex: 1 1 18rem; min-width: 0; }
+.two #players { flex: 2 1 24rem; }
+#players:empty { display: none; }
+.names { columns: 10rem; margin: 0; padding: 0; list-style: none; }
+.names li, dl div, #players td { padding: .25rem 0; border-bottom: 1px solid var(--line); }
+#players :is(th, td):not(:last-child) { padding-right: 1.25rem; }
+#players :is(th, td):first-child { padding-left: 0; overflow-wrap: anywhere; }
+#players :is(th, td):last-child { text-align: right; white-space: nowrap; }
+dl { max-width: 48rem; margin: 0; }
+dl div { display: flex; gap: 1.5rem; }
+dt { flex: 0 0 8rem; color: var(--soft); font-size: .8125rem; }
+dd { min-width: 0; }
 img { max-width: 100%; height: auto; }
-dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
-.findings { width: 100%; border-collapse: collapse; }
+.findings, #players table { width: 100%; border-collapse: collapse; }
 .findings :is(th, td) {
   padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top;
 }
-.findings th { padding-top: 0; color: var(--soft); font-size: .8125rem; font-weight: 400; }
+.findings th, #players th {
+  padding-top: 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left;
+}
 .findings :is(th, td):first-child { width: 28%; min-width: 14rem; }
 .findings td { overflow-wrap: anywhere; }
 .findings a { font-weight: 650; }
@@ -9578,9 +9617,12 @@ dt { color: var(--soft); font-size: .8125rem; line-height: 1.25rem; }
 .join code { margin-left: .25rem; overflow-wrap: anywhere; }
 .join .copy { vertical-align: middle; }
 
-/* In a chart, text keeps its size at every width. Only the curves are stretched */
+/* In a chart, text keeps its size at every width. Only the curves are stretched. Its numbers stand
+   in its margins, where "65,535" has room */
 figure { margin: .75rem 0 0; }
-.chart { display: block; width: 100%; height: 16rem; overflow: visible; }
+.chart {
+  display: block; width: calc(100% - 4.5rem); height: 16rem; margin: 0 2.25rem; overflow: visible;
+}
 .chart text { fill: var(--soft); font-size: .75rem; }
 .chart .grid { stroke: var(--line); }
 .chart .axis { stroke: var(--soft); }
@@ -9596,15 +9638,13 @@ figure { margin: .75rem 0 0; }
   stroke-linejoin: round;
 }
 .chart .latest { fill: var(--accent); font-size: .9375rem; font-weight: 650; }
+/* Too long for the margin: it stands above the curve */
+.chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
 .middle { text-anchor: middle; }
 .end { text-anchor: end; }
 @media (max-width: 40rem) {
   .chart { height: 13rem; }
   .chart .minor { display: none; }
-  /* Numbers that are too long for the margins stand inside the plot, above their gridlines and
-     above the curve */
-  .chart .tick.long { text-anchor: start; transform: translate(12px, -9px); }
-  .chart .latest.long { text-anchor: end; transform: translate(-8px, -16px); }
 }
 
 /* The page of games. On a phone the means are left out, and the chart and the most played servers
@@ -10460,17 +10500,20 @@ def list_summary(servers):
     return summary
 
 
+def bold_numbers(text):
+    return Html(re.sub("[0-9][0-9,]*", r"<b>\g<0></b>", text))
+
+
 def render_totals(servers, spark):
     """Return the line that says "312 players on 87 servers", after a sparkline."""
     players = sum([server.players for server in servers])
     players_text = count_text(players, "player")
     servers_text = count_text(len(servers), "server")
     totals = "%s on %s" % (players_text, servers_text)
-    bold_totals = re.sub("[0-9,]+", r"<b>\g<0></b>", totals)
     return fill_template(
         '<p class="totals" id="totals" data-live>$spark$totals</p>\n',
         spark=spark,
-        totals=Html(bold_totals))
+        totals=bold_numbers(totals))
 
 
 def render_game_tabs(context, counts, chosen_game):
@@ -10603,9 +10646,9 @@ def render_rows(context, servers, hourly_players, epoch, wall, text):
 
 def player_attribute(context, server, text):
     """Return an attribute of the row that names the first player with this text in the name."""
-    for name in context.room(server).player_names(server):
-        if text.casefold() in name.casefold():
-            return ' data-with="%s"' % html.escape(name)
+    for player in context.room(server).players(server):
+        if text.casefold() in player.name.casefold():
+            return ' data-with="%s"' % html.escape(player.name)
     return ""
 
 
@@ -10674,7 +10717,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
     link = server_link(server)
     title = context.games.get(server.game, server.game)
     room = context.room(server)
-    badges = join = players_chart = ""
+    badges = count = join = players = players_chart = ""
     if is_listed:
         texts = [title, room.mode_text(server), server.map]
         pieces = []
@@ -10682,10 +10725,13 @@ def render_server_page(context, server, is_listed, history, base, wall):
             # Each may be written from right to left
             pieces.append(fill_template("<bdi>$text</bdi>", text=text))
         lead = Html(" · ".join(pieces))
-        players = count_text(server.players, "player")
-        about = " · ".join(filter(None, [players, *texts]))
+        if server.description:
+            lead = Html(lead + fill_template("<br>$text", text=server.description))
+        about = " · ".join(filter(None, [count_text(server.players, "player"), *texts]))
         badges = render_badges(server)
+        count = render_count(server)
         join = render_join(room, server)
+        players = render_players(server, room.players(server))
     else:
         seen = time_tag(server.last_seen, wall)
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
@@ -10698,11 +10744,8 @@ def render_server_page(context, server, is_listed, history, base, wall):
     facts = []
     for fact, value in server_facts(context, server, is_listed, history, wall):
         if value:
-            # Descriptions are long, so they take the whole width
-            width = Html(' class="wide"') if fact == "Description" else ""
             facts.append(fill_template(
-                '<div$width><dt>$name</dt><dd>$value</dd></div>\n',
-                width=width, name=fact, value=value))
+                "<div><dt>$name</dt><dd>$value</dd></div>\n", name=fact, value=value))
     main = fill_template(
         SERVER_PAGE,
         game=title,
@@ -10710,8 +10753,10 @@ def render_server_page(context, server, is_listed, history, base, wall):
         name=name,
         badges=badges,
         lead=lead,
+        count=count,
         join=join,
         history=players_chart,
+        players=players,
         link=link,
         image=server_link(server, "/banner.svg"),
         base=base,
@@ -10723,24 +10768,19 @@ def render_server_page(context, server, is_listed, history, base, wall):
 def server_facts(context, server, is_listed, history, wall):
     """Return the facts about a server as (name, value) pairs, for render_server_page().
 
-    A value is empty if the server has not announced it. What the line below its name says, the
-    game, the mode and the map, is left out."""
+    A value is empty if the server has not announced it. What stands above the chart is left out.
+    """
     span, _, share = history
-    address = endpoint_text(server.address, server.port)
-    facts = [("Address", fill_template("<code>$address</code>", address=address))]
+    room = context.room(server)
+    facts = []
+    if not (is_listed and room.join_line):
+        address = endpoint_text(server.address, server.port)
+        facts.append(("Address", fill_template("<code>$address</code>", address=address)))
     if is_listed:
-        room = context.room(server)
-        players = str(server.players)
-        if server.max_players:
-            players += " of %d" % server.max_players
-        if server.playing is not None:
-            players += ", %d of them playing" % server.playing
         facts += [
-            ("Players", players),
             ("Version", server.version),
             ("Country", country_name(server.country)),
-            ("Description", server.description),
-            ("Ping from this master", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
+            ("Ping from here", "%.0f ms" % server.ping_ms if server.ping_ms else ""),
             ("Verified", VERIFIED[server.verified]),
             ("Found at", server.found_at),
         ]
@@ -10749,14 +10789,61 @@ def server_facts(context, server, is_listed, history, wall):
                 heading = key.replace("_", " ").capitalize()
                 facts.append((heading, value))
         facts += room.facts(server)
-        facts.append(("Players online", ", ".join(room.player_names(server))))
     if share is not None:
         # Rounded down, so that it is 100 % only if the server was always there
         permille = math.floor(1000 * share)
-        facts.append(("Uptime, past " + span, "%.4g %% of the time" % (permille / 10)))
+        facts.append(("Uptime", "%.4g %% of the past %s" % (permille / 10, span)))
     facts.append(("First seen", time_tag(server.first_seen, wall)))
     facts.append(("Last seen", time_tag(server.last_seen, wall)))
     return facts
+
+
+def render_count(server):
+    """Return how many players a server has: "6 of 8 players, 4 playing", the numbers bold."""
+    count = count_text(server.players, "player")
+    if server.max_players:
+        count = f"{server.players:,} of {server.max_players:,} players"
+    if server.playing is not None:
+        count += ", %d playing" % server.playing
+    return bold_numbers(count)
+
+
+def render_players(server, players):
+    """Return the table of a server's Player objects, without the columns that nobody fills, or the
+    list of their names if the game tells no more, or "" if there are none."""
+    if not players:
+        return ""
+    players = sorted(players, key=lambda player: (
+        player.is_watching, -(player.score or 0), player.best_s or math.inf,
+        player.name.casefold()))
+    # A long list of names may have been cut off before it came here
+    count = "the first %d" if len(players) < server.players else "%d"
+    count %= len(players)
+    watching = sum([player.is_watching for player in players])
+    if watching:
+        count += ", of them %d watching" % watching
+    columns = {"Name": [], "Clan": [], "Score": [], "Time": []}
+    for player in players:
+        mark = Html(" <i>watching</i>") if player.is_watching else ""
+        name = fill_template("<bdi>$name</bdi>$mark", name=player.name, mark=mark)
+        score = "" if player.score is None else player.score
+        time = "" if player.best_s is None else "%d:%02d" % divmod(player.best_s, 60)
+        for column, text in zip(columns.values(), (name, player.clan, score, time)):
+            column.append(text)
+    filled = {title: column for title, column in columns.items() if any(map(str, column))}
+    if len(filled) == 1:
+        body = fill_template('<ul class="names">$names</ul>\n',
+                             names=[Html("<li>" + name) for name in filled["Name"]])
+    else:
+        rows = []
+        for row in zip(*filled.values()):
+            rows.append(Html("<tr>"))
+            rows += [fill_template("<td>$text", text=text) for text in row]
+        body = fill_template(
+            "<table>\n<thead><tr>$heads</thead>\n<tbody>$rows</tbody>\n</table>\n",
+            heads=[Html("<th>" + title) for title in filled], rows=rows)
+    return fill_template(
+        "<h2>Players now <small>$count</small></h2>\n$body", count=count, body=body)
 
 
 def render_join(room, server):
@@ -10908,7 +10995,7 @@ CHART = """\
 <figure>
 <svg class="chart" role="img" aria-labelledby="chart-title">\
 <title id="chart-title">Players from $start to $end UTC</title>
-$axes<svg x="6%" y="14%" width="86%" height="72%" viewBox="0 0 $points 100" \
+$axes<svg y="14%" width="100%" height="72%" viewBox="0 0 $points 100" \
 preserveAspectRatio="none"><path class="peak" d="$area"/><path class="mean" d="$line"/></svg>
 <circle cx="$peak_x" cy="$peak_y" r="3"/>\
 <text class="label middle" x="$peak_label_x" y="$peak_y" dy="-9">peak $peak</text>
@@ -10965,12 +11052,12 @@ def render_chart(series, wall):
         latest_time=time_tag(min(wall, latest_at), wall),
         latest_x=chart_x(latest_index / count),
         latest_y=chart_y(latest_mean / top),
-        long=" long" if len(latest) > 2 else "")        # see the style sheet
+        long=" long" if len(latest) > 4 else "")        # see the style sheet
 
 
 def chart_x(share):
     """Return the position in a chart of a point of the plot; `share` is 0 at the left, up to 1."""
-    return "%.5g%%" % (6 + 86 * share)
+    return "%.5g%%" % (100 * share)
 
 
 def chart_y(share):
@@ -10993,11 +11080,10 @@ def render_value_axis(peak):
     marks = []
     for tick in ticks:
         marks.append(fill_template(
-            '<line class="$kind" x1="6%" x2="92%" y1="$y" y2="$y"/>'
-            '<text class="tick$long end" x="6%" y="$y" dx="-6" dy="4">$text</text>\n',
+            '<line class="$kind" x2="100%" y1="$y" y2="$y"/>'
+            '<text class="tick end" y="$y" dx="-6" dy="4">$text</text>\n',
             y=chart_y(tick / top),
             text=format(tick, ","),
-            long=" long" if top > 999 else "",          # see the style sheet
             kind="grid" if tick else "axis"))
     return top, marks
 
@@ -11663,7 +11749,8 @@ class Web(TcpProtocol):
     def searched_text(self, server):
         """Return the texts of a server in which the search box searches, folded, a line each."""
         room = self.look.room(server)
-        texts = server.name, server.map, room.mode_text(server), *room.player_names(server)
+        names = [player.name for player in room.players(server)]
+        texts = server.name, server.map, room.mode_text(server), *names
         return "\n".join(texts).casefold()
 
     def whole_list_response(self, key, body, media_type):

@@ -5147,11 +5147,9 @@ class PagesTest(unittest.TestCase):
             with self.subTest(peak=peak):
                 chart = ms.render_chart(ms.Series(0, 60, [peak], [peak]), WALL)
                 marks = re.findall(
-                    r'="(\w+)"[^>]*/><text class="tick( long)? end"[^>]*>([0-9,]+)<', chart)
-                self.assertEqual(" ".join(text for _, _, text in marks), ticks)
-                self.assertEqual([kind for kind, _, _ in marks[:2]], ["axis", "grid"])
-                self.assertEqual({is_long for _, is_long, _ in marks},
-                                 {" long" if peak > 999 else ""})
+                    r'="(\w+)"[^>]*/><text class="tick end"[^>]*>([0-9,]+)<', chart)
+                self.assertEqual(" ".join(text for _, text in marks), ticks)
+                self.assertEqual([kind for kind, _ in marks[:2]], ["axis", "grid"])
         for span, first, count in (("day", "03:00", 8), ("week", "Sun 15", 7),
                                    ("month", "24 Oct", 6), ("year", "Dec", 12)):
             with self.subTest(span=span):
@@ -5169,8 +5167,8 @@ class PagesTest(unittest.TestCase):
             ms.render_chart(ms.Series(WALL - 600, 60, means, peaks), WALL + 12),
             'class="mean" d="M0 87.5h.01L1 75h.01M4 12.5h.01M6 62.5h.01L7 62.5h.01M9 50h.01"',
             'd="M0 100V87.5h1V100M1 100V75h1V100M4 100V12.5h1V100M6 100V62.5h1V100M7 100V37.5h1V',
-            '<circle cx="40.4%" cy="23%"', 'x="40.4%" y="23%" dy="-9">peak 7<',
-            'latest" x="83.4%" y="50%" dx="6" dy="5">4<',
+            '<circle cx="40%" cy="23%"', 'x="40%" y="23%" dy="-9">peak 7<',
+            'latest" x="90%" y="50%" dx="6" dy="5">4<',
             'Peak 7 at <span data-time="2026-11-21T00:54:00Z">2026-11-21 00:54</span>. Latest 4, '
             + ms.time_tag(WALL, WALL + 12), "Times are UTC.")
         year = ms.render_chart(make_series("year"), WALL)
@@ -5179,7 +5177,8 @@ class PagesTest(unittest.TestCase):
         series = make_series()
         series.peaks[101] = 40
         self.holds(ms.render_chart(series, WALL), "V0h4V100")
-        for means, part in (([9, 1], 'x="9.44%" y="21.2%" dy="-9"'),
+        for means, part in (([9, 1], 'x="4%" y="21.2%" dy="-9"'),
+                            ([1003], 'latest long" x="0%"'), ([999], 'latest" x="0%"'),
                             ([None], "No history in this span yet")):
             self.holds(ms.render_chart(ms.Series(0, 60, means, means), WALL), part)
 
@@ -5187,21 +5186,21 @@ class PagesTest(unittest.TestCase):
         server = make_server(mode="\u05de", map="<m>", players=1200, playing=3, ping_ms=23.4,
                              description="Builders welcome.", details={"free_slots": "none"})
         link = link_to(server)
-        fact = '<div%s><dt>%s</dt><dd>%s</dd></div>'
+        fact = "<div><dt>%s</dt><dd>%s</dd></div>"
         self.holds(
             page_of(web_of([server], ms.Remembered(WALL - 8e6, WALL, "Before")), link),
             # Each part of the lead has its own direction
-            "<bdi>Iceball</bdi> · <bdi>\u05de</bdi> · <bdi>&lt;m&gt;</bdi>",
-            'href="iceball://192.0.2.1:27790">Play', '<svg class="chart"', "94.9 % of the time",
+            "<bdi>Iceball</bdi> · <bdi>\u05de</bdi> · <bdi>&lt;m&gt;</bdi><br>Builders welcome.<",
+            'href="iceball://192.0.2.1:27790">Play', '<svg class="chart"', "94.9 % of the past day",
             'aria-current="page">Day<', 'span=week" aria-current="false">Week<',
-            "1200 of 32, 3 of them playing", "<code>192.0.2.1:27790</code>",
+            '<p class="totals"><b>1,200</b> of <b>32</b> players, <b>3</b> playing</p>',
+            fact % ("Address", "<code>192.0.2.1:27790</code>"),
             "It answered this master&#x27;s handshake", ms.time_tag(WALL - 12, WALL),
-            fact % ("", "Ping from this master", "23 ms"), fact % ("", "Free slots", "none"),
-            fact % (' class="wide"', "Description", "Builders welcome."),
+            fact % ("Ping from here", "23 ms"), fact % ("Free slots", "none"),
             '<p class="back"><a href="/">← All servers</a> <a href="/?game=iceball"><bdi>Iceball<',
             "<details><summary>Banner",
-            # The line below the name has these already
-            lacks=("<dt>Game<", "<dt>Mode<", "<dt>Map<"))
+            # What stands above the chart, and who plays if the game does not tell it
+            lacks=("<dt>Game<", "<dt>Mode<", "<dt>Map<", "<dt>Desc", "<dt>Players", "Players now"))
         for age, words in ((3600, ">100 % of"), (72000, ">93.9 % of")):
             known = ms.Remembered(WALL - age, WALL, "")
             self.holds(page_of(web_of([server], known), link), words)
@@ -5213,7 +5212,33 @@ class PagesTest(unittest.TestCase):
         server.game = "aio"
         web = web_of([server])
         web.program = web.program._replace(database=None)         # no history is kept
-        self.holds(page_of(web, link_to(server)), lacks=("Play<", "chart"))
+        # How to join says the address
+        self.holds(page_of(web, link_to(server)), "<code>192.0.2.1:27790</code></p>",
+                   lacks=("Play<", "chart", "<dt>Address"))
+
+    def test_who_plays(self):
+        """In a table with the columns that a game fills, or names alone; who watches comes last."""
+        names = ["Zed", "Bob", "<ann>"]
+        player = ms.Player
+        for players, more, count, heads, texts in (
+                ([], 0, None, [], []),
+                (map(player, names), 0, "3", [], ["<ann>", "Bob", "Zed"]),
+                (map(player, names), 1, "the first 3", [], ["<ann>", "Bob", "Zed"]),
+                ([player("a", is_watching=True), player("b")], 0, "2, of them 1 watching", [],
+                 ["b", "a watching"]),
+                ([player("a", score=-5), player("b", score=0), player("c", "<C&A>", 12),
+                  player("d", "", 99, None, True)], 0, "4, of them 1 watching",
+                 ["Name", "Clan", "Score"],
+                 ["c", "<C&A>", "12", "b", "", "0", "a", "", "-5", "d watching", "", "99"]),
+                ([player("a"), player("b", best_s=3599), player("c", best_s=61)], 0, "3",
+                 ["Name", "Time"], ["c", "1:01", "b", "59:59", "a", ""])):
+            players = list(players)
+            server = make_server(players=len(players) + more)
+            page = ms.render_players(server, players)
+            self.assertEqual(re.findall(r"<small>(.*)</small>", page), [count] if count else [])
+            self.assertEqual(re.findall("<th>([^<]*)", page), heads)
+            cells = re.findall(r"<(?:td|li)>(.*?)(?=<td|<li|<tr|</tbody|</ul)", page)
+            self.assertEqual([html.unescape(re.sub("<[^>]*>", "", cell)) for cell in cells], texts)
 
     def test_games_page(self):
         """The numbers of now come from the list, the others from the database. Servers that have
@@ -6709,7 +6734,7 @@ class RedEclipseWorld(SauerbratenWorld):
     bad_private = ({"protocol": "230"}, {"version_number": -1}, {"player_names": "Ann"},
                    {"player_names": [5]})
     blocks = ['servertype 2\nservermaster "m.example"\nservermasterport 28800']
-    page_words = ("deathmatch", "locked", "Ann, Bob")
+    page_words = ("deathmatch", "locked", "<li><bdi>Ann</bdi><li><bdi>Bob</bdi>")
     asked = (*SauerbratenWorld.asked[:3], (b"hello world\n", b'error "unknown command hello"\n'),
              (b'he"l^lo\n', b'error "unknown command he^"l^^lo"\n'), (b"\n", b""))
     listed_words = b'echo "server is now listed"\n'
@@ -9213,7 +9238,7 @@ class LuantiTest(WebCase):
             self.assertLess(len(ms.to_json(entry)), 14_000)
             self.assertLess(len(record), 30_000)
         page = self.get("/server?game=luanti&address=%s&port=36302" % self.HERE)[2].decode()
-        self.assertIn("Players online", page)
+        self.assertIn("Players now <small>the first", page)
 
     def test_forms_and_texts(self):
         """As newer servers send it, and as old ones did; an update is a start."""
@@ -9615,7 +9640,8 @@ class DdnetTest(WebCase):
             self.assertEqual((self.addresses(), server.address), ([self.URLS], self.HERE))
             self.assertEqual((self.registry.census(1.0)["ddnet"].players,
                               dict(self.registry.own.counts)), (1, {self.HERE: 1}))
-        self.assertEqual(self.ddnet.facts(server), [("Also at", "[2001:db8::9]:8399")])
+        self.assertEqual(self.ddnet.facts(server), [
+            ("Protocols", "0.6 and 0.7"), ("Also at", "[2001:db8::9]:8399")])
 
     def test_addresses_leave_one_by_one(self):
         """Each after 30 s or when it is deleted, the server with its last one; it moves to what it
@@ -9965,8 +9991,8 @@ class DdnetTest(WebCase):
             self.assertEqual(self.addresses(), addresses)
 
     def test_pages(self):
-        """Why it is not listed; names and clans on the server's page alone."""
-        clients = [ddnet_client("<ann>", clan="C&A"), ddnet_client("bob"),
+        """Why it is not listed; who plays, and what the scores are there."""
+        clients = [ddnet_client("<ann>", clan="C&A", score=-61), ddnet_client("bob"),
                    ddnet_client("eve", is_player=False)]
         right = ddnet_info(clients=clients, passworded=True, name="\u200bA\u2003b")
         self.send(ddnet_request(DDNET_0_6, DDNET_INFO))
@@ -9980,7 +10006,18 @@ class DdnetTest(WebCase):
         server, = self.registry.servers()
         self.assertEqual((server.name, server.players, server.max_players, server.details),
                          ("A b", 2, 64, {"flags": "password"}))
-        self.assertEqual(self.ddnet.player_names(server), ["<ann> (C&A)", "bob", "eve"])
+        player = ms.Player
+        times = [player("<ann>", "C&A", None, 61), player("bob"), player("eve", is_watching=True)]
+        points = [player("<ann>", "C&A", -61), player("bob", score=-9999),
+                  player("eve", score=-9999, is_watching=True)]
+        for changed, players in (
+                ({}, times), ({"game_type": "CTF"}, points), ({"game_type": "fastCap"}, times),
+                ({"client_score_kind": "points"}, points),
+                ({"client_score_kind": ["time"]}, points),
+                ({"game_type": "CTF", "client_score_kind": "time_backcompat"}, times)):
+            told = ddnet_info(**{**json.loads(right), **changed}).decode()
+            server.private["ddnet_registration"]["info"] = told
+            self.assertEqual(self.ddnet.players(server), players, changed)
 
     def test_entries_of_another_master(self):
         """Those who play are counted."""
