@@ -11673,6 +11673,34 @@ class ConnectionTest(unittest.TestCase):
                     server.handle_events(0.0)
                     self.assertLessEqual(tick.call_count, 1)
 
+    def test_a_list_is_rendered_in_turns_and_paid_for_once(self) -> None:
+        """With eight new servers, three at a turn: others are answered after each turn, and one
+        token is enough."""
+        for path in "/servers.json", "/?sort=name", "/":
+            server = bound_master(self, http__ports="0", limits__exempt="", limits__requests="1/60",
+                                  games__mygame="My Game")
+            for port in range(1, 9):
+                server.registry.list_or_refresh(("mygame", "192.0.2.1", port), "192.0.2.1",
+                                                time.monotonic(), 60.0, {"name": "S%d" % port})
+            client, other = connect(server, "http"), connect(server, "http")
+            for one in client, other:
+                self.addCleanup(one.close)
+            eventually(lambda: server.handle_events(0.0) or len(server.connections) == 2)
+            tally = server.tallies["http"]
+            with mock.patch.object(ms, "RENDERED_AT_ONCE", 3), \
+                    mock.patch.object(ms, "TURNS_S", 0.0):
+                client.sendall(http_request(path, "Connection: close"))
+                eventually(lambda: server.handle_events(0.0) or server.turns.things)
+                self.assertEqual(tally.sent, 0)
+                other.sendall(http_request("/healthz"))
+                eventually(lambda: server.handle_events(0.0) or tally.sent)
+                self.assertIn(b"200 OK", other.recv(65536))
+                eventually(lambda: server.handle_events(0.0) or tally.sent == 2)
+            status, _, body, _ = split_response(read_all(client))
+            self.assertEqual((status, body.count(b"S8")), (200, 1))
+            limiter = server.registry.rules.request_limiter
+            self.assertAlmostEqual(limiter.table["127.0.0.1"] - time.monotonic(), 2.0, delta=0.9)
+
     def test_a_peer_that_has_vanished_is_found_though_data_is_on_its_way(self) -> None:
         if not hasattr(socket, "TCP_USER_TIMEOUT"):
             self.skipTest("the system has no such option")
