@@ -1920,12 +1920,11 @@ class Server:
 def ranking(server):
     """Return the sort key of a server, which is cached until the server changes.
 
-    Lists are sorted by the operator's priority, then official servers come first, then those with
-    more players, and then by name and identity."""
+    Lists are sorted by the operator's priority, then those with more players come first, and then
+    by name and identity."""
     if server.rank is None:
         server.rank = (
             -server.priority,
-            not server.official,
             -server.players,
             server.name.casefold(),
             server.address,
@@ -8952,7 +8951,7 @@ class Cube2Session(ServerSession):
 #   $title    the title in the ini, as text           $intro    the ini's paragraph, may be empty
 #   $logo     the ini's image, may be empty           $links    to /games, /add; the ini's own
 #   $head     <meta>, style sheet, script, icon       $totals   "312 players on 87 servers"
-#   $tabs     the games with their numbers            $search   the form: name, minimum of players
+#   $tabs     the games with their numbers            $search   the form, and how many servers match
 #   $table    the list, or a hint if it is empty      $foot     the links to /check, /servers.json
 # Any other dollar sign is written $$.
 LIST_PLACEHOLDERS = (
@@ -9020,11 +9019,11 @@ FOOT = """\
 """
 
 SEARCH = """\
-<form id="search" action="/" role="search"$empty>
+<form id="search" action="/" role="search"$idle>
 <input type="hidden" name="game" value="$game">
 <input type="search" name="q" value="$text" aria-label="Search" maxlength="128"
  placeholder="Name, map, player, address" autocomplete="off" spellcheck="false">
-<details class="filters"><summary>Filters</summary>
+<details class="filters"><summary>$filters</summary>
 <div>$hide<label>Min. players <input type="number" name="players_min" value="$players_min"
  min="0" max="65535"></label>
 <details id="countries"$hidden><summary>$summary</summary>
@@ -9032,31 +9031,31 @@ SEARCH = """\
 </div></details>
 <label class="order">Order <select name="sort">$orders</select></label>
 <button>Search</button>
-<a id="clear" class="play" href="$all"$clear>Clear the search</a>
+<p class="count"><span id="status" role="status">$status</span><span id="clear"$clear> ·
+<a href="$all">Clear</a></span></p>
 </form>
 """
 
 BOX = '<label><input type="checkbox" name="%s" value="$value"$marked> $words</label>\n'
 HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
-# A minus sorts the largest first
+# A minus sorts the largest first. The order of the list is that of players, after priorities
+SORTED_BY = "name", "players", "game", "mode", "map", "country", "address", "version", "seen"
 ORDERS = (
     ("", "Players"), ("name", "Name"), ("game", "Game"), ("map", "Map"), ("country", "Country"),
     ("-seen", "Seen"))
 ORDER = '<option value="$value"$marked>$words</option>'
 
+HEADING = '<th role="columnheader" data-sorts="$sorts"$direction><a href="$link">$words</a>'
 TABLE = """\
-<p id="status" role="status">$status</p>
 <svg hidden>$symbols</svg>
-<table role="table" aria-label="Servers" id="servers" class="$classes" data-total="$total"$hidden>
-<thead role="rowgroup"><tr role="row"><th role="columnheader">Name<th role="columnheader">Players\
-<th role="columnheader">Game<th role="columnheader">Mode<th role="columnheader">Map\
-<th role="columnheader">Country<th role="columnheader">Address<th role="columnheader">Version\
-<th role="columnheader">Seen</thead>
+<table role="table" aria-label="Servers" id="servers" class="$classes"
+ data-matching="$matching" data-listed="$listed"$hidden>
+<thead role="rowgroup"><tr role="row">$headings</thead>
 <tbody role="rowgroup">
 $rows</tbody>
 </table>
 <p class="legend" id="legend" data-live>$legend</p>
-<div id="empty">$empty</div>
+<div id="empty" data-live>$empty</div>
 """
 
 # What stands for the words of render_badges() in a row of the list, 12 pixels wide
@@ -9070,15 +9069,27 @@ SIGNS = {
 }
 
 EMPTY = """\
-<section class="empty">
+<section class="hint">
 <h2>No servers yet</h2>
 <p>The first game server to announce itself appears here.</p>
 <div class="blocks">$blocks</div>
 <p><a class="play" href="$add">Add your server</a></p>
-<p>Is this your master? Name other masters in its settings, as [upstream] masters:<br>
-the servers in their lists that answer appear here.</p>
+<p class="note">You have added one already? <a href="/check">Is my server listed?</a> says what
+arrived from it.<br>
+Is this your master? Name other masters in its settings, as [upstream] masters: the servers in their
+lists that answer appear here.</p>
 </section>
 """
+
+NO_MATCH = """\
+<section class="hint">
+<h2>$heading</h2>
+<p>$asked</p>
+<p><a href="$all">Clear the search</a> to see all $listed.</p>
+$others<p class="note">Is one missing? <a href="/check">Is my server listed?</a></p>
+</section>
+"""
+OTHER_MATCHES = '<p>In other games:</p>\n<nav class="tabs" aria-label="Other games">$tabs</nav>\n'
 
 ADD_PAGE = """\
 <h1>Add your server</h1>
@@ -9297,12 +9308,13 @@ main { margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: cli
   white-space: nowrap;
 }
 
-header { padding: 2.5rem 0 1.5rem; }
+header { padding: 1.75rem 0 1.25rem; }
 .row {
-  display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center;
-  gap: .25rem 1.75rem;
+  display: flex; flex-wrap: wrap; justify-content: space-between; align-items: baseline;
+  gap: .25rem 2rem;
 }
-.row > p { max-width: 42rem; }
+.row + .row { margin-top: .5rem; }
+.row > p:first-child { flex: 1 1 20rem; min-width: 0; max-width: 42rem; }
 header p, .lead, .totals { color: var(--soft); overflow-wrap: anywhere; }
 .lead { max-width: 52rem; }
 .home { color: var(--soft); font-weight: 650; text-decoration: none; }
@@ -9343,8 +9355,9 @@ input:not([type=checkbox]), select {
   height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft);
   border-radius: 3px; background: var(--raised);
 }
-#search { position: relative; margin-top: .75rem; }
-#search .play { margin: 0; }
+#search { position: relative; margin: .75rem 0 .5rem; }
+.count { margin-left: auto; font-size: .8125rem; }
+.idle > :not(.count) { display: none; }
 input[type=search] { width: clamp(12rem, 24vw, 20rem); min-width: 0; }
 #search input[type=number] { width: 3.75rem; }
 input[type=checkbox] { margin: 0; width: 1rem; height: 1rem; accent-color: var(--accent); }
@@ -9381,7 +9394,7 @@ summary:hover { color: var(--accent); }
 /* The board. Its rows are not displayed as those of a table, so that rows out of sight cost no
    layout, and so that a phone can fold them. They reach into the margins, where the stars hang.
    Columns: 1 name, 2 players, 3 game, 4 mode, 5 map, 6 country, 7 address, 8 version, 9 seen */
-#status { margin: .5rem 0 .25rem; min-height: 1.5rem; color: var(--soft); font-size: .8125rem; }
+p#status { margin: .5rem 0 .25rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
 #status:first-child:empty { display: none; }
 .board, .board :is(thead, tbody) { display: block; }
@@ -9400,12 +9413,10 @@ summary:hover { color: var(--accent); }
 .board th {
   padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left;
 }
-th button {
-  padding: 0; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap;
-}
+th a { text-decoration: none; white-space: nowrap; }
 .board th[aria-sort] { color: var(--ink); }
-th[aria-sort] button::after { content: "\00a0↑"; color: var(--accent); }
-th[aria-sort=descending] button::after { content: "\00a0↓"; }
+th[aria-sort] a::after { content: "\00a0↑"; color: var(--accent); }
+th[aria-sort=descending] a::after { content: "\00a0↓"; }
 .no-game :is(th, td):nth-child(3), .no-mode :is(th, td):nth-child(4),
 .no-map :is(th, td):nth-child(5), .no-country :is(th, td):nth-child(6),
 .no-version :is(th, td):nth-child(8) { display: none; }
@@ -9437,6 +9448,7 @@ i {
   flex: none; margin-left: .375rem; color: var(--soft); font-size: .75rem; font-style: normal;
   font-weight: 400; letter-spacing: 0; white-space: nowrap;
 }
+i.official { color: var(--accent); }
 i svg {
   width: .75rem; height: .75rem; vertical-align: -.0625rem; fill: none; stroke: currentColor;
   stroke-width: 1.25;
@@ -9446,6 +9458,7 @@ i svg {
   font-size: .8125rem;
 }
 .legend i { margin: 0; }
+[hidden] + .legend { display: none; }
 .board :is(a, button) { outline-offset: -2px; }
 abbr {
   display: inline-block; padding: 0 .25rem; border: 1px solid var(--line); border-radius: 2px;
@@ -9477,8 +9490,9 @@ abbr {
 @media (hover: hover) {
   .board tr:not(:hover) .star:not([aria-pressed=true], :focus-visible) { opacity: 0; }
 }
-section.empty { margin: 3rem 0; max-width: 42rem; }
-.empty p + p { margin-top: 1rem; }
+.hint { margin: 3rem 0; max-width: 46rem; }
+.hint p + p { margin-top: 1rem; }
+.note { color: var(--soft); font-size: .875rem; }
 pre {
   margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent);
   background: var(--raised); white-space: pre-wrap;
@@ -9488,8 +9502,6 @@ pre {
    narrow, first Seen leaves, then Version, Mode, and Map */
 @media (min-width: 54.01rem) {
   .order { display: none !important; }
-  .row + .row { margin-top: .25rem; }
-  .totals { margin-left: auto; }
   .board :is(th, td):first-child { flex: 1; }
   .board :is(th, td):nth-child(2) { width: 8rem; }
   .board :is(th, td):nth-child(3) { width: 5.5rem; }
@@ -9518,14 +9530,18 @@ pre {
   h1 { font-size: 1.375rem; }
   .totals b { font-size: 1.25rem; }
   main > .tabs, header .links {
-    flex-wrap: nowrap; margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge); overflow-x: auto;
-    scrollbar-width: none; white-space: nowrap;
+    flex-wrap: nowrap; margin: 0 calc(-1 * var(--edge)); padding: 0 2.5rem 0 var(--edge);
+    overflow-x: auto; scrollbar-width: none; white-space: nowrap;
+    mask-image: linear-gradient(
+      90deg, transparent, #000 var(--edge) calc(100% - 2.5rem), transparent);
   }
   main > .tabs [aria-current=page] { order: -1; }
   #search { gap: .25rem .875rem; margin: .5rem 0 0; }
   #search input[type=search] { flex: 1 0 min(60%, 22rem); height: 2.25rem; font-size: 1rem; }
   .filters > div { left: 0; right: 0; top: 2.5rem; max-height: 60vh; overflow-y: auto; }
   .choice { position: static; max-height: none; padding: 0 0 0 1rem; border: 0; }
+  .order { order: 1; }
+  .count { flex: 1 1 auto; margin: 0; }
   .order select { height: 1.75rem; border-color: transparent; background: none; }
   /* What the columns are called is for screen readers, and for who walks there by the keyboard */
   .board thead tr { flex-wrap: wrap; }
@@ -9551,6 +9567,9 @@ pre {
   .board td:nth-child(7) { grid-area: 2 / 6; }
   .board code { display: none; }
   .board .star { left: auto; right: .75rem; top: .5rem; width: 2rem; font-size: 1.125rem; }
+  /* The whole row leads to the server's page */
+  .board td:first-child a::after { content: ""; position: absolute; inset: 0; }
+  .board :is(.star, .copy) { z-index: 1; }
 }
 /* If text is twice as large on a phone, curves and signs are left out */
 @media (max-width: 19.99rem) {
@@ -9807,6 +9826,9 @@ const keyOf = row => row.querySelector('a').getAttribute('href');
 let order = [];                                     // the rows in the master's order
 let capped = false;         // true: the page lacks some rows, so the master must search
 
+const chooses = () =>
+  starredOnly || [view.q, view.players_min, ...view.country, ...view.hide].some(Boolean);
+
 function viewQuery() {
   const query = new URLSearchParams(location.search);
   const players_min = +view.players_min ? view.players_min : '';
@@ -9828,6 +9850,20 @@ function keepView() {
   }
 }
 
+function tellSort() {
+  const by = view.sort.replace('-', '') || 'players', query = viewQuery();
+  const direction = view.sort === by ? 'ascending' : 'descending';
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const sorts = head.dataset.sorts.split(',');
+    query.set('sort', sorts[(sorts.indexOf(view.sort) + 1) % sorts.length]);
+    head.firstChild.href = '/?' + query;
+    if (COLUMNS[index] === by) head.setAttribute('aria-sort', direction);
+    else head.removeAttribute('aria-sort');
+  }
+  const choice = document.querySelector('#search select');
+  if (choice) choice.value = view.sort;
+}
+
 function textsOf(row) {             // is read once, until the row changes
   const cells = row.cells, address = fold(cells[ADDRESS].textContent);
   const words = [nameOf(row), cells[MODE].textContent, cells[MAP].textContent];
@@ -9845,14 +9881,15 @@ function wanted(row, q) {           // the same rule as in the master's ListFilt
         || row.hasAttribute('data-with'));
 }
 
-// Rows have no names of players, but the master knows who plays where
-async function findPlayers() {
+// Rows have no names of players, but the master knows who plays where, and what matches elsewhere
+async function askMaster() {
   const url = source(true);
   const answer = await fetch(url).catch(() => ({}));
   if (!answer.ok || url !== source(true)) return;
   const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
   const found = new Map(rowsOf(page).map(row => [keyOf(row), row.dataset.with]));
   for (const row of order) if (found.get(keyOf(row))) row.dataset.with = found.get(keyOf(row));
+  document.querySelector('#empty').replaceChildren(...page.querySelector('#empty').childNodes);
   show();
 }
 
@@ -9888,6 +9925,15 @@ function tellStarred() {            // a tab of its own, as soon as there is one
     other.setAttribute('aria-current', isCurrent ? 'page' : 'false');
   }
 }
+
+document.addEventListener('click', event => {
+  const heading = event.target.closest('#servers th a');
+  if (!heading || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  view.sort = new URL(heading.href).searchParams.get('sort');
+  show();
+  keepView();
+});
 
 document.addEventListener('click', event => {
   const star = event.target.closest('.star');
@@ -9934,13 +9980,9 @@ function show() {
     if (place === row) place = row.nextElementSibling;
     else body.insertBefore(row, place);
   }
-  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
-    const direction = view.sort.startsWith('-') ? 'descending' : 'ascending';
-    if (COLUMNS[index] === view.sort.replace('-', '')) head.setAttribute('aria-sort', direction);
-    else head.removeAttribute('aria-sort');
-  }
-  const choice = document.querySelector('#search select');
-  if (choice) choice.value = view.sort;
+  table.hidden = !order.some(row => !row.hidden);
+  if (!table.hidden) document.querySelector('#empty').replaceChildren();
+  tellSort();
   tellStarred();
   tellStatus();
 }
@@ -9956,12 +9998,11 @@ function statusText() {
   if (failed) return `${failed} This ${table ? 'list' : 'page'} is from ${age}.`;
   if (!table) return '';
   const visible = order.filter(row => !row.hidden).length;
-  const total = Math.max(+table.dataset.total, order.length);
-  const shown = `${number(visible)} of ${number(total)} servers`;
-  if (total > order.length) return shown + '. Search to find the others.';
-  if (!visible) return table.hidden ? '' : 'No server matches.';
-  if (visible < total) return shown + ' shown';
-  return number(total) + (total === 1 ? ' server' : ' servers');
+  const {matching, listed} = table.dataset, total = number(+listed);
+  if (matching > order.length)
+    return `${number(visible)} of ${number(+matching)} servers. Search to find the others.`;
+  const servers = total + (total === '1' ? ' server' : ' servers');
+  return total === '0' ? '' : chooses() ? number(visible) + ' of ' + servers : servers;
 }
 
 function tellStatus() {
@@ -9970,14 +10011,14 @@ function tellStatus() {
   status.classList.toggle('old', failed !== '');
   put(status, statusText());
   const clear = document.querySelector('#clear');
-  if (clear) clear.hidden = status.textContent !== 'No server matches.';
+  if (clear) clear.hidden = !chooses();
 }
 
 // Returns the URL to fetch. Filters are applied here, unless the page lacks some rows.
 function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
-  for (const key of search ? ['game', 'q', 'players_min', 'country'] : ['game'])
+  for (const key of search ? ['game', 'q', 'players_min', 'country', 'hide'] : ['game'])
     if (now.get(key)) query.set(key, now.get(key));
   return location.pathname + (String(query) && '?' + query);
 }
@@ -10018,7 +10059,7 @@ function patchRows(page, fading) {
   });
   for (const gone of known.values()) gone.remove();
   const fresh = page.querySelector('#servers');
-  table.dataset.total = fresh.dataset.total;
+  Object.assign(table.dataset, fresh.dataset);
   table.className = fresh.className;
 }
 
@@ -10026,13 +10067,6 @@ function patchTable(page, fading) {
   const held = document.activeElement, row = held.closest('#servers tbody tr');
   const inAddress = row && row.cells[ADDRESS].contains(held);
   patchRows(page, fading);
-  if (table.hidden !== page.querySelector('#servers').hidden) {
-    // The first server has come, or the last one has left
-    const empty = page.querySelector('#empty');
-    addCopyButtons(empty);
-    document.querySelector('#empty').replaceWith(empty);
-    table.hidden = !table.hidden;
-  }
   show();
   if (row && row.isConnected && document.activeElement !== held) {
     // A row that moved or changed keeps the focus
@@ -10059,14 +10093,17 @@ function patchParts(page) {
 }
 
 // The boxes show the view's choice, and not that of the page, which was fetched with all countries.
-// The text is as in render_search() of the master.
-function checkCountries() {
+// The texts are as in render_search() of the master.
+function tellFilters() {
+  const chosen = view.country, count = chosen.length;
   for (const box of document.querySelectorAll('#countries input'))
-    box.checked = view.country.includes(box.value);
-  const summary = document.querySelector('#countries summary'), count = view.country.length;
-  if (!summary) return;
-  const chosen = count > 3 ? count : view.country.join(', ').toUpperCase();
-  put(summary, count ? 'Countries: ' + chosen : 'Countries');
+    box.checked = chosen.includes(box.value);
+  const [filters, countries] = document.querySelectorAll('#search summary');
+  if (!filters) return;
+  const codes = count > 3 ? count : chosen.join(', ').toUpperCase();
+  const filtered = view.hide.length + (+view.players_min > 0) + (count > 0);
+  put(filters, filtered ? 'Filters · ' + filtered : 'Filters');
+  put(countries, count ? 'Countries: ' + codes : 'Countries');
 }
 
 function reading() {                // while text is selected, nothing on the page may move
@@ -10080,14 +10117,14 @@ function takePage(url, text) {
   if (!page.querySelector(LIVE)) throw new Error('a page of a proxy, such as one to log in');
   if (url !== source()) return;     // the view has changed since
   if (table && url === source(false))
-    capped = +page.querySelector('#servers').dataset.total > rowsOf(page).length;
+    capped = +page.querySelector('#servers').dataset.matching > rowsOf(page).length;
   if (url !== source()) return;     // the page lacks some rows: ask the master to search
   patchParts(page);
   const choice = document.querySelector('#countries'), fresh = page.querySelector('#countries');
   const form = document.querySelector('#search');
-  if (form) form.hidden = page.querySelector('#search').hidden;
+  if (form) form.className = page.querySelector('#search').className;
   if (choice && fresh) choice.hidden = fresh.hidden && !view.country.length;
-  checkCountries();
+  tellFilters();
   if (table) patchTable(page, url === lastUrl);
   [lastText, lastUrl] = [text, url];
 }
@@ -10128,7 +10165,7 @@ tellZone(document);
 function startSearch(form) {
   form.elements.q.value = view.q;                   // a browser may have restored old input
   form.elements.players_min.value = view.players_min;
-  checkCountries();
+  tellFilters();
   form.querySelector('button').hidden = true;
   for (const box of form.querySelectorAll('[name=hide]'))
     box.checked = view.hide.includes(box.value);
@@ -10152,40 +10189,25 @@ function startSearch(form) {
     const chosen = [...form.querySelectorAll(':checked')];
     view.country = chosen.filter(box => box.name === 'country').map(box => box.value).sort();
     view.hide = chosen.filter(box => box.name === 'hide').map(box => box.value);
-    checkCountries();
+    tellFilters();
     show();
     clearTimeout(pause);
     // The master limits searches, so it is asked when the typing has paused
-    if (capped || view.q) pause = setTimeout(capped ? refresh : findPlayers, 300);
+    if (capped || view.q || table.hidden) pause = setTimeout(capped ? refresh : askMaster, 300);
     keepView();
   });
-}
-
-function startSorting() {
-  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
-    const button = make('button', {type: 'button', textContent: head.textContent});
-    const up = COLUMNS[index], down = '-' + up;
-    const ways = NUMBERS.includes(up) ? [down, up, ''] : [up, down, ''];
-    head.replaceChildren(button);
-    button.addEventListener('click', () => {        // one order, its reverse, the master's order
-      view.sort = ways[(ways.indexOf(view.sort) + 1) % 3];
-      show();
-      keepView();
-    });
-  }
 }
 
 if (table) {
   order = rowsOf(document);
   order.forEach(addStar);
-  capped = +table.dataset.total > order.length;
+  capped = +table.dataset.matching > order.length;
   const form = document.querySelector('#search');
   if (form) startSearch(form);      // an operator's own template may have none
-  startSorting();
+  lastParts.set('empty', '');       // a page with all rows leaves what was found elsewhere
   keepView();
   show();
-  // The page came filtered: fetch all rows
-  if (view.q || view.players_min || view.hide.length || view.country.length) refresh();
+  if (chooses()) refresh();         // the page came filtered: fetch all rows
 }
 
 if (document.querySelector(LIVE)) {
@@ -10517,29 +10539,36 @@ def bold_numbers(text):
 
 
 def render_totals(servers, spark):
-    """Return the line that says "312 players on 87 servers", after a sparkline."""
+    """Return the line that says "312 players on 87 servers", after a sparkline.
+
+    Without servers it is empty, and there for the script to fill."""
     players = sum([server.players for server in servers])
     players_text = count_text(players, "player")
     servers_text = count_text(len(servers), "server")
     totals = "%s on %s" % (players_text, servers_text)
     return fill_template(
         '<p class="totals" id="totals" data-live>$spark$totals</p>\n',
-        spark=spark,
-        totals=bold_numbers(totals))
+        spark=spark if servers else "",
+        totals=bold_numbers(totals) if servers else "")
 
 
-def render_game_tabs(context, counts, chosen_game):
-    """Return one tab for all games together and one for each that has servers or is chosen.
+def game_tabs(context, counts, list_filter):
+    """Return a tab for each game that has a count of servers, and for "", all games together. It
+    leads to those of the servers that a ListFilter chooses."""
+    tabs = []
+    for game, title in {"": "All games", **context.games}.items():
+        if game in counts:
+            link, count = list_filter.link(game=game), format(counts[game], ",")
+            tabs.append(render_tab(link, title, game == list_filter.game, count))
+    return tabs
 
-    `counts` has the numbers of servers of the games that have any, `chosen_game` is "" for all
-    games. With only one game nobody needs a choice, and there are no tabs."""
-    total = sum(counts.values())
-    tabs = [render_tab("/", "All games", chosen_game == "", format(total, ","))]
-    for game, title in context.games.items():
-        if game in counts or game == chosen_game:
-            link = "/?game=" + urllib.parse.quote(game)
-            count = counts.get(game, 0)
-            tabs.append(render_tab(link, title, game == chosen_game, format(count, ",")))
+
+def render_game_tabs(context, counts, list_filter):
+    """Return the game_tabs() of all games together, of those that have servers, by their numbers in
+    `counts`, and of the chosen one. With only one game nobody needs a choice, and there are none.
+    """
+    tabs = game_tabs(
+        context, {list_filter.game: 0, "": sum(counts.values()), **counts}, list_filter)
     has_choice = len(tabs) > 2
     return fill_template(
         '<nav class="tabs" id="tabs" data-live aria-label="Games">$tabs</nav>\n',
@@ -10555,8 +10584,9 @@ def render_choices(template, choices, mark, chosen):
     return pieces
 
 
-def render_search(list_filter, country_counts, total):
-    """Return the search form with the values of a ListFilter, which `total` servers pass.
+def render_search(list_filter, country_counts, matching, listed):
+    """Return the search form with the values of a ListFilter, which `matching` of all `listed`
+    servers pass.
 
     `country_counts` has the number of servers in each country that has any. A chosen country is
     offered even without servers. An empty list has nothing to search."""
@@ -10568,12 +10598,19 @@ def render_search(list_filter, country_counts, total):
         words = f"{name} <small>{counts[code]:,}</small>"
         countries.append((code, Html(words)))
     boxes = render_choices(BOX % "country", countries, "checked", chosen)
-    # The function checkCountries() of the script has the same rule
+    # The functions tellFilters() and statusText() of the script have the same rules
+    filters = len(list_filter.hide) + bool(list_filter.players_min) + bool(chosen)
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
         summary = "Countries: %d" % len(chosen)
     elif chosen:
         summary = "Countries: " + ", ".join(chosen).upper()
+    status = listed_text = count_text(listed, "server")
+    if matching > PAGE_ROWS:
+        status = "The first %s of %s. Search to find the others." % (
+            format(PAGE_ROWS, ","), count_text(matching, "server"))
+    elif list_filter.chooses():
+        status = "%s of %s" % (format(matching, ","), listed_text)
     return fill_template(
         SEARCH,
         game=list_filter.game,
@@ -10581,9 +10618,11 @@ def render_search(list_filter, country_counts, total):
         hide=render_choices(BOX % "hide", HIDE, "checked", list_filter.hide),
         players_min=list_filter.players_min or "",
         orders=render_choices(ORDER, ORDERS, "selected", [list_filter.sort]),
-        empty="" if total or list_filter.chooses() else Html(" hidden"),
-        all="/?game=" + urllib.parse.quote(list_filter.game) if list_filter.game else "/",
-        clear=Html(" hidden") if total else "",
+        idle="" if listed else Html(' class="idle"'),
+        status=status if listed else "",
+        all=list_filter.cleared().link(),
+        clear="" if list_filter.chooses() else Html(" hidden"),
+        filters="Filters · %d" % filters if filters else "Filters",
         hidden="" if boxes else Html(" hidden"),
         summary=summary,
         boxes=boxes)
@@ -10601,42 +10640,82 @@ def left_out_columns(context, servers, game):
     return ["no-" + column for column, is_filled in filled.items() if not is_filled]
 
 
-def render_table(context, list_filter, servers, rows, contacts):
-    """Return the table with these rows, of the first of the servers that pass a ListFilter.
+def render_headings(list_filter):
+    """Return the headings of the table: links that sort by a column, then the other way, and then
+    as usual, which is by players."""
+    sort = list_filter.sort
+    sorted_by = sort.lstrip("-") or "players"
+    direction = "ascending" if sort == sorted_by else "descending"
+    headings = []
+    for column in SORTED_BY:
+        sorts = {"players": ["", column], "seen": ["-seen", column, ""]}.get(
+            column, [column, "-" + column, ""])
+        place = sorts.index(sort) + 1 if sort in sorts else 0
+        headings.append(fill_template(
+            HEADING,
+            sorts=",".join(sorts),
+            direction=Html(' aria-sort="%s"' % direction) if column == sorted_by else "",
+            link=list_filter.link(sort=sorts[place % len(sorts)]),
+            words=column.capitalize()))
+    return headings
 
-    Without rows, the line above it says that the search has found nothing, or hints below it say
-    how to get servers into the list, with the blocks of `contacts`."""
-    status = empty = hidden = ""
-    total = len(servers)
-    shown = servers[:PAGE_ROWS]
-    total_text = count_text(total, "server")
-    if total > PAGE_ROWS:
-        limit = format(PAGE_ROWS, ",")
-        status = "The first %s of %s. Search to find the others." % (limit, total_text)
-    elif total:
-        status = total_text
-    elif list_filter.chooses():
-        status = "No server matches."
-    else:
-        # The hints are left out of a page that has servers. Hiding them by the style sheet would
-        # not do, because text browsers show hidden elements too
-        hidden = Html(" hidden")
-        add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
-        empty = fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
+
+def render_table(list_filter, rows, matching, listed, classes, empty):
+    """Return the table with these rows of the servers that pass a ListFilter, of all that are
+    listed. Without rows `empty` says why."""
     symbols = []
     for badge, drawing in SIGNS.items():
         symbols.append('<symbol id="s-%s" viewBox="0 0 12 12">%s</symbol>' % (
             badge.replace(" ", "-"), drawing))
     return fill_template(
         TABLE,
-        status=status,
         symbols=Html("".join(symbols)),
-        classes=" ".join(["board", *left_out_columns(context, shown, list_filter.game)]),
-        total=total,
-        hidden=hidden,
+        classes=" ".join(["board", *classes]),
+        matching=matching,
+        listed=listed,
+        hidden="" if rows else Html(" hidden"),
+        headings=render_headings(list_filter),
         rows=rows,
         legend=render_legend(rows),
         empty=empty)
+
+
+def render_empty(list_filter, contacts):
+    """Return how to get servers into an empty list, with the blocks of `contacts`.
+
+    It is left out of a page that has servers. Hiding it by the style sheet would not do, because
+    text browsers show hidden elements too."""
+    add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
+    return fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
+
+
+def render_no_match(context, list_filter, listed, other_matches):
+    """Return what was asked in vain of the `listed` servers, and how many of other games match."""
+    title = context.games.get(list_filter.game)
+    tabs = game_tabs(context, other_matches, list_filter)
+    return fill_template(
+        NO_MATCH,
+        heading="No %s server matches" % title if title else "No server matches",
+        asked=search_text(list_filter),
+        all=list_filter.cleared().link(),
+        listed=format(listed, ","),
+        others=fill_template(OTHER_MATCHES, tabs=tabs) if tabs else "")
+
+
+def search_text(list_filter):
+    """Return a ListFilter in words: "“gctf berlin”, without empty and full servers."."""
+    parts = []
+    if list_filter.text or list_filter.name:
+        parts.append("“%s”" % (list_filter.text or list_filter.name))
+    hidden = [words.partition(" ")[2] for word, words in HIDE if word in list_filter.hide]
+    if hidden:
+        parts.append("without %s servers" % " and ".join(hidden))
+    if list_filter.players_min:
+        parts.append("with %s or more" % count_text(list_filter.players_min, "player"))
+    if list_filter.countries:
+        parts.append("in " + " or ".join(map(country_name, list_filter.countries)))
+    text = ", ".join(parts)
+    return text[0].upper() + text[1:] + "."
 
 
 def render_rows(context, servers, hourly_players, epoch, wall, text):
@@ -11745,24 +11824,26 @@ class Web(TcpProtocol):
         `render(servers, now)` returns its body. The whole list, or the whole list of a known game,
         is a RenderedList. The result of a search serves one client only, so the client is charged
         for each server that is searched."""
-        registry = self.registry
         game = list_filter.game
         if game in ("", *self.look.games) and list_filter == ListFilter(game):
             key = request.route, game
             if key not in self.lists:
                 self.lists[key] = RenderedList(
-                    registry, game, render, for_clients=False, ages_s=CACHE_S)
+                    self.registry, game, render, for_clients=False, ages_s=CACHE_S)
             return self.whole_list_response(key, self.lists[key].get(request.now), media_type)
-        self.charge(request, registry.total / SEARCH_SERVERS)
-        servers = registry.servers(game)
-        texts = itertools.repeat("")
-        if list_filter.text:
-            texts = cached_entries(servers, "searched", self.searched_text)
-        servers = [server for server, searched in zip(servers, texts)
-                   if list_filter.matches(server, searched)]
+        self.charge(request, self.registry.total / SEARCH_SERVERS)
+        servers = self.matching_servers(list_filter)
         if list_filter.sort:
             servers.sort(key=list_filter.order, reverse=list_filter.sort[0] == "-")
         return HttpResponse(render(servers, request.now), media_type, is_public=True)
+
+    def matching_servers(self, list_filter):
+        servers = self.registry.servers(list_filter.game)
+        texts = itertools.repeat("")
+        if list_filter.text:
+            texts = cached_entries(servers, "searched", self.searched_text)
+        return [server for server, searched in zip(servers, texts)
+                if list_filter.matches(server, searched)]
 
     def searched_text(self, server):
         """Return the texts of a server in which the search box searches, folded, a line each."""
@@ -11789,9 +11870,6 @@ def query_number(request, name, high):
         raise HttpError(400, "%s: %s." % (name, error)) from None
 
 
-SORTED_BY = "name", "players", "game", "mode", "map", "country", "address", "version", "seen"
-
-
 class ListFilter(NamedTuple):
     """A choice of servers for a list, and their order."""
 
@@ -11803,8 +11881,21 @@ class ListFilter(NamedTuple):
     hide: Tuple[str, ...] = ()          # values in HIDE
     sort: str = ""                      # "" for the order of the list
 
+    def cleared(self):
+        return ListFilter(self.game, sort=self.sort)
+
     def chooses(self):
-        return self._replace(sort="") != ListFilter(self.game)
+        return self != self.cleared()
+
+    def link(self, **changes):
+        """Return the link to the list page with this choice, in which some fields are changed."""
+        choice = self._replace(**changes)
+        values = {
+            "game": choice.game, "name": choice.name, "q": choice.text,
+            "players_min": choice.players_min, "country": ",".join(choice.countries),
+            "hide": ",".join(choice.hide), "sort": choice.sort}
+        query = {name: value for name, value in values.items() if value}
+        return "/?" + urllib.parse.urlencode(query, safe=",") if query else "/"
 
     def matches(self, server, searched):
         """Does the server belong in the list? `searched` are its texts, from searched_text().
@@ -12061,12 +12152,20 @@ def get_page(web, request):
         for counted_game, listed in web.registry.games.items():
             if listed:
                 counts[counted_game] = len(listed)
-        day = ()
-        if not list_filter.chooses():           # the result of a search has no history
-            day = day_total(web.hourly_players, [game] if game else counts)
+        day = day_total(web.hourly_players, [game] if game else counts)
         countries = web.registry.count_countries(game)
-        rows = render_rows(look, servers[:PAGE_ROWS], web.hourly_players, web.epoch,
-                           now + web.epoch, list_filter.text)
+        # The totals are those of the game, whatever is searched in it
+        listed = web.registry.servers(game) if list_filter.chooses() else servers
+        shown = servers[:PAGE_ROWS]
+        rows = render_rows(look, shown, web.hourly_players, web.epoch, now + web.epoch,
+                           list_filter.text)
+        empty = ""
+        if not listed:
+            empty = render_empty(list_filter, contacts)
+        elif not servers:
+            elsewhere = web.matching_servers(list_filter._replace(game="")) if game else ()
+            other_matches = collections.Counter([server.game for server in elsewhere])
+            empty = render_no_match(look, list_filter, len(listed), other_matches)
         return render_page(
             look,
             look.games.get(game),
@@ -12074,10 +12173,11 @@ def get_page(web, request):
             about=list_summary(servers),
             path="/?game=" + game if game else "/",
             intro=render_intro(look.intro),
-            totals=render_totals(servers, render_sparkline(day)),
-            tabs=render_game_tabs(look, counts, game),
-            search=render_search(list_filter, countries, len(servers)),
-            table=render_table(look, list_filter, servers, rows, contacts))
+            totals=render_totals(listed, render_sparkline(day)),
+            tabs=render_game_tabs(look, counts, list_filter),
+            search=render_search(list_filter, countries, len(servers), len(listed)),
+            table=render_table(list_filter, rows, len(servers), len(listed),
+                               left_out_columns(look, shown, game), empty))
 
     if game and list_filter == ListFilter(game) and not web.registry.games.get(game):
         # The blocks name the host as the client does, so this page is for no other client

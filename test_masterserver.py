@@ -938,9 +938,9 @@ class RegistryTest(unittest.TestCase):
         for port, name in (4, "Z"), (5, "a"):
             self.hear(port, "203.0.113.8", name=name, players=5)
         ports = lambda game: [server.port for server in self.registry.servers(game)]
-        self.assertEqual(ports(""), [3, 2, 5, 1, 4])
+        self.assertEqual(ports(""), [3, 5, 1, 4, 2])
         self.hear(1, name="b", players=9)
-        self.assertEqual((ports("iceball"), ports("aio")), ([3, 2, 1, 5, 4], []))
+        self.assertEqual((ports("iceball"), ports("aio")), ([3, 1, 5, 4, 2], []))
 
     def test_limits_are_exact(self):
         for port in (1, 2, 3):
@@ -5327,7 +5327,7 @@ class PagesTest(unittest.TestCase):
 
     def test_list_page(self):
         with mock.patch.object(ms, "PAGE_ROWS", 2):
-            self.holds(page_of(web_of(make_servers(1003))), 'data-total="1003"',
+            self.holds(page_of(web_of(make_servers(1003))), 'data-matching="1003"',
                        "The first 2 of 1,003 servers. Search to find the others.",
                        "players on <b>1,003</b> servers")
             self.assertEqual(page_of(web_of(make_servers(5))).count("<tr"), 1 + 2)
@@ -5341,9 +5341,10 @@ class PagesTest(unittest.TestCase):
                     '<a href="/?game=aio" aria-current="page">AIO<small>0</small>'], []),
                 # A browser for text shows what is hidden
                 (one, "/", ["<b>1</b> player on <b>1</b> server<", 'id="tabs" data-live'],
-                 ["All games", "No servers yet"]),
+                 ["All games", "No servers yet", "Clear the search"]),
                 ([], "/?name=nobody&players_min=7", [
-                    "No server matches.", 'value="nobody"', 'value="7"'], ["No servers yet"])):
+                    "No servers yet", 'class="idle"', 'value="nobody"', 'value="7"'],
+                 ["No server matches", "</b> players on"])):
             self.holds(page_of(web_of(servers), path), *parts, lacks=lacks)
 
     def test_the_accent_can_be_read(self):
@@ -5436,15 +5437,74 @@ class PagesTest(unittest.TestCase):
         self.holds(page_of(web_of(servers), "/?q=ann"), 'value="ann"',
                    '<tr data-with="&lt;Ann&gt;" role="row">')
         self.holds(page_of(web_of(servers), "/?hide=full&sort=-seen"), 'value="full" checked>',
-                   '"-seen" selected>', lacks=['"empty" checked', 'href="/">Clear the search'])
-        self.holds(page_of(web_of(servers), "/?game=luanti&q=nobody"),
-                   'href="/?game=luanti">Clear the search</a>')
-        self.holds(page_of(web_of([])), 'role="search" hidden>')
+                   '"-seen" selected>', lacks=['"empty" checked', "Clear the search"])
+
+    def test_the_page_says_what_is_chosen(self):
+        """How many filters there are, and how many servers pass them of how many."""
+        servers = make_servers(60)
+        few = [server for server in servers if server.players > 30]
+        for query, filters, status, clear in (
+                ("", "", "60 servers", None), ("sort=name", "", "60 servers", None),
+                ("players_min=31", " · 1", "%d of 60 servers" % len(few), "/"),
+                ("hide=empty,password&players_min=65&country=de,nl&sort=map", " · 4",
+                 "0 of 60 servers", "/?sort=map"),
+                ("game=aio&q=nobody", "", "0 of %d servers" % sum(
+                    server.game == "aio" for server in servers), "/?game=aio")):
+            page = page_of(web_of(servers), "/?" + query)
+            self.holds(page, "<summary>Filters%s</summary>" % filters,
+                       'role="status">%s</span><span id="clear"%s>' % (
+                           status, "" if clear else " hidden"),
+                       '<a href="%s">Clear</a>' % (clear or "/?" * bool(query) + query or "/"),
+                       "players on <b>%s</b>" % status.split()[-2])
+
+    def test_no_match_says_what_was_asked_and_where_else_to_look(self):
+        servers = [make_server(name="Berlin"), make_server("aio", name="Berlin", players=32),
+                   make_server("luanti", name="Berlin", private={"luanti_announcement": {}}),
+                   make_server("luanti", name="berlin 2", port=2, country="de",
+                               private={"luanti_announcement": {}})]
+        for query, heading, asked, clear, others in (
+                ("q=nobody", "No server matches", "“nobody”.", "/", []),
+                ("game=subspace&q=x", "No servers yet", "", "", []),
+                ("game=aio&q=berlin&hide=full&hide=empty", "No AIO server matches",
+                 "“berlin”, without empty and full servers.", "/?game=aio",
+                 [("/?game=iceball&q=berlin&hide=empty,full", "Iceball", "1"),
+                  ("/?game=luanti&q=berlin&hide=empty,full", "Luanti", "2")]),
+                ("game=aio&country=de,us&sort=name", "No AIO server matches",
+                 "In Germany or United States.", "/?game=aio&sort=name",
+                 [("/?game=luanti&country=de,us&sort=name", "Luanti", "1")]),
+                ("name=<b>&players_min=1&hide=password", "No server matches",
+                 "“<b>”, without locked servers, with 1 player or more.", "/", [])):
+            page = page_of(web_of(servers), "/?" + urllib.parse.quote(query, "=&"))
+            hint = page.partition('<section class="hint">')[2].partition("</section>")[0]
+            words = ["<p>%s</p>" % asked, '"%s">Clear the search</a> to see all ' % clear]
+            self.holds(html.unescape(hint), "<h2>%s</h2>" % heading, *words * bool(asked))
+            self.assertEqual(re.findall(
+                '<a href="([^"]*)" aria-current="false">(.*?)<small>(.*?)<', html.unescape(hint)),
+                others)
+
+    def test_headings_sort(self):
+        """Each leads to one order, the reverse, and the order of the list, which is by players."""
+        def headings(query):
+            page = page_of(web_of([make_server()]), "/?" + query)
+            rows = re.findall('<th [^>]*?"( aria-sort=".*?")?><a href="(.*?)">(.*?)</a>', page)
+            return {words: (html.unescape(link), sort) for sort, link, words in rows}
+
+        up, down = ' aria-sort="ascending"', ' aria-sort="descending"'
+        for query, heading, link, direction in (
+                ("", "Players", "/?sort=players", down), ("sort=players", "Players", "/", up),
+                ("sort=-players", "Players", "/", down), ("sort=name", "Players", "/", ""),
+                ("", "Name", "/?sort=name", ""), ("sort=name", "Name", "/?sort=-name", up),
+                ("sort=-name", "Name", "/", down), ("", "Seen", "/?sort=-seen", ""),
+                ("sort=-seen", "Seen", "/?sort=seen", down), ("sort=seen", "Seen", "/", up),
+                ("game=iceball&q=a+b&hide=full&hide=empty&country=nl,de&players_min=2&sort=-map",
+                 "Map", "/?game=iceball&q=a+b&players_min=2&country=de,nl&hide=empty,full", down)):
+            self.assertEqual(headings(query)[heading], (link, direction), (query, heading))
+            self.assertEqual(sum(bool(sort) for _, sort in headings(query).values()), 1)
 
     def test_own_template(self):
         own = "<title>$title</title> $$5 $table"
         page = page_of(web_of(make_servers(3), template=own))
-        self.assertTrue(page.startswith("<title>Open Game Masters</title> $5 <p id"))
+        self.assertTrue(page.startswith("<title>Open Game Masters</title> $5 <svg hidden>"))
         ms.check_list_template(own)
         for text, reason in (("$nonsense",
                               r"line 1: '\$nonsense' is no placeholder .*'\$\$nonsense'"),
@@ -5698,9 +5758,11 @@ class BrowserTest(BrowserCase):
                 self.expect(lambda server: server is self.site.servers[at])
             self.site.asked.clear()
             self.type("[name=q]", "n", "no", "nobody")
-            self.says("No server matches.")
+            self.says("0 of 63 servers")
+            eventually(lambda: self.of("#empty h2") == "No server matches")
         eventually(lambda: self.site.asked)
-        self.assertEqual(self.site.asked, [("/?q=nobody", 200)])        # once, when typing ended
+        self.assertEqual([asked for asked, _ in self.site.asked], ["/?q=nobody"],
+                         "once, when typing ended")
         self.type("[name=q]", "")
         self.says("50 of 63 servers. Search to find the others.")
         self.site.servers = make_servers(40)            # it is capped no longer than it is long
@@ -5709,21 +5771,21 @@ class BrowserTest(BrowserCase):
         self.assertFalse(self.js("capped"))
         self.type("[name=q]", "lazy")
         self.expect(lambda server: "Lazy" in server.name)
-        self.says("%d of 40 servers shown" % len(self.names()))
+        self.says("%d of 40 servers" % len(self.names()))
 
     def test_sort(self):
         self.open()
         players = [server.players for server in self.site.servers]
         for shown, head, link in (
-                (sorted(players, reverse=True), "descending", "/?sort=-players"),
-                (sorted(players), "ascending", "/?sort=players"), (players, None, "/")):
-            self.click("th button", 1)
+                (sorted(players), "ascending", "/?sort=players"), (players, "descending", "/")):
+            self.click("th a", 1)
             found = [int(re.match("[0-9]+", text).group()) for text in self.cells(1)]
             heads = self.all("th", "getAttribute('aria-sort')")
             self.assertEqual((found, heads[1], self.link()), (shown, head, link))
-        self.js("document.querySelectorAll('th button')[6].focus()")
+        self.js("window.stays = true; document.querySelectorAll('th a')[6].focus()")
         for sign in 1, -1:
             self.browser.press("Enter", 13, "\r")
+            self.assertTrue(self.js("window.stays"))
             numbers = [int(text.split(".")[2]) for text in self.cells(6) if text[0] != "["]
             self.assertEqual(numbers, sorted(numbers, reverse=sign < 0))
 
@@ -5756,9 +5818,9 @@ class BrowserTest(BrowserCase):
             chosen = summary.lower().split(", ")
             self.expect(lambda server: server.country in chosen)
             self.assertEqual(self.link(), "/?country=" + ",".join(chosen))
-        self.js("view.country = ['a', 'b', 'c', 'd']; checkCountries(); 0")
+        self.js("view.country = ['a', 'b', 'c', 'd']; tellFilters(); 0")
         self.assertEqual(self.of("#countries summary"), "Countries: 4")
-        self.js("view.country = ['de', 'nl']; checkCountries(); show(); keepView()")
+        self.js("view.country = ['de', 'nl']; tellFilters(); show(); keepView()")
         self.site.servers[0].country, self.site.servers[1].country = "fr", "de"
         self.js("document.querySelector('[value=nl]').focus()")
         self.refresh()
@@ -5768,7 +5830,7 @@ class BrowserTest(BrowserCase):
         self.assertIn("France 1", self.of("#countries"))
         self.click("h1")
         self.assertFalse(self.of("#countries", "open"))
-        self.click("th button", 5)
+        self.click("th a", 5)
         self.assertEqual(self.cells(5), sorted(self.cells(5)))
         self.click("[value=de]")
         self.click("[value=nl]")
@@ -5780,7 +5842,7 @@ class BrowserTest(BrowserCase):
         self.open("/?game=subspace&country=nl")
         self.type("[name=q]", "e")
         self.click("[value=empty]")
-        self.click("th button", 0)
+        self.click("th a", 0)
         names, link = self.names(), self.link()
         self.assertEqual(names, sorted(names, key=str.lower))
         self.assertEqual(link, "/?game=subspace&country=nl&q=e&hide=empty&sort=name")
@@ -5812,12 +5874,50 @@ class BrowserTest(BrowserCase):
             self.assertEqual(self.of("tbody tr:not([hidden])", "dataset.with"), "CTFanny")
             self.refresh()
             self.assertEqual(self.names(), ["Somewhere"])
+            for text, heading in ("nobody", "“nobody”."), ("nobod", "“nobod”."):
+                self.type("[name=q]", text)
+                eventually(lambda: self.of("#empty p") == heading)
+                self.assertEqual(self.of("#servers, .legend", "offsetHeight"), 0)
+            self.refresh()
+            self.assertEqual(self.of("#empty p"), heading)
+            self.type("[name=q]", "somewhere")
+            eventually(lambda: self.names() == ["Somewhere"] and self.of("#empty *") is None)
             self.type("[name=q]", "nobody")
-            self.says("No server matches.")
-            eventually(lambda: self.of("#clear", "offsetHeight") > 0)
-            self.click("#clear")
-            eventually(lambda: self.names() and self.of("[name=q]", "value") == "")
-            self.assertEqual(self.of("#clear", "offsetHeight"), 0)
+            eventually(lambda: self.of("#empty p") == "“nobody”.")
+            for clear in "#clear a", "#empty a":
+                self.open(self.link())
+                self.says("0 of ")
+                self.assertGreater(self.of(clear, "offsetHeight"), 0)
+                link = self.link()
+                self.click(clear)
+                eventually(lambda: self.names() and self.of("[name=q]", "value") == "")
+                self.assertEqual(self.of("#clear", "offsetHeight"), 0)
+                self.open(link)
+
+    def test_filters_are_counted_and_no_match_leads_to_other_games(self):
+        """As the master itself says it of the same choice."""
+        for server in self.site.servers[::2]:
+            server.country = "nl"
+        self.site.servers[3].name, game = "Only here", self.site.servers[3].game
+        other = "aio" if game != "aio" else "iceball"
+        self.open("/?game=" + other)
+        self.click("[value=password]")
+        self.click("[value=nl]")
+        self.click("[value=nl]")
+        self.type("[name=players_min]", "1")
+        self.type("[name=q]", "only here")
+        texts = "['.filters summary', '#status', '#empty'].map(it => document.querySelector(it)"
+        eventually(lambda: "In other games" in self.of("#empty"))
+        by_script = self.js(texts + ".textContent)")
+        self.assertEqual(by_script[0], "Filters · 2")
+        self.assertEqual(self.all("#empty .tabs a", "getAttribute('href')"), [
+            "/?game=%s&q=only+here&players_min=1&hide=password" % game])
+        self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
+        self.addCleanup(self.browser.call, "Emulation.setScriptExecutionDisabled", value=False)
+        self.open(self.link())
+        self.assertEqual(self.js(texts + ".textContent)"), by_script)
+        self.click("#empty .tabs a")
+        self.expect(lambda server: server.name == "Only here")
 
     def test_favourites_and_order(self):
         self.open()
@@ -8482,10 +8582,10 @@ flavor="3" ping_milliseconds="41"/>
             day, total = [None, 2, hour], [None, 41, hour]
             days.append({server.key: day, ("iceball", "", 0): total})
             self.web.tick(float(hour))
-            for path, shown in (("/", True), ("/?name=s", False)):
+            for path in "/", "/?name=s":
                 page = self.get(path, now=float(hour))[2].decode()
                 self.assertIn("</span>%s<td" % ms.render_sparkline(day), page)
-                self.assertEqual(ms.render_sparkline(total) in page, shown, "a search has no total")
+                self.assertIn(ms.render_sparkline(total), page)
         days = {("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None]}
         self.assertEqual(ms.day_total(days, ["a", "b", "x"]), [3, 3, None])
 
@@ -10494,7 +10594,7 @@ class CountriesTest(WebCase):
         self.assertEqual(boxes, [("de", "", "Germany", "1"), ("nl", " checked", "Netherlands", "1"),
                                  ("pl", " checked", "Poland", "0")])
         self.assertEqual(("There" in page, "Here" in page), (True, False))
-        self.assertIn("No server matches.", self.get("/?country=pl")[2].decode())
+        self.assertIn("<p>In Poland.</p>", self.get("/?country=pl")[2].decode())
         for query, summary in (("", "Countries"), ("?country=nl,de", "Countries: DE, NL"),
                                ("?country=nl,de,pl,fr", "Countries: 4")):
             self.assertIn("<summary>%s</summary>" % summary, self.get("/" + query)[2].decode())
