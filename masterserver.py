@@ -2351,6 +2351,8 @@ class Registry:
         self.unproven_left -= 1
         if self.unproven_left >= 0 or (source, "", 0) in self.outcomes.things:
             address = self.rules.listed_address(source)
+            if outcome == "announced" and self.get(protocol, address, port):
+                return                  # /check goes on showing the server as listed
             record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
             key = source, protocol, port
             self.unproven_outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
@@ -4978,11 +4980,7 @@ class Iceball(Game, UdpProtocol):
         if form is ICEBALL_VERSIONS:
             reason = "length: %d bytes instead of %d" % (size, ICEBALL_ANNOUNCEMENT.size)
             return self.reject(source, now, "bad packet", reason)
-        port = announced.port
-        address = self.rules.listed_address(source)
-        # /check goes on showing a listed server as listed
-        if self.registry.get(self.game, address, port) is None:
-            self.registry.record_unproven(source, self.game, port, "announced", now)
+        self.registry.record_unproven(source, self.game, announced.port, "announced", now)
         trimmed = data[len(ICEBALL_HEAD):].rstrip(b"\0")
         surplus_bytes = len(trimmed) - ICEBALL_TRIMMED_BYTES
         if surplus_bytes > 0:
