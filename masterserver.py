@@ -16748,17 +16748,17 @@ def first_contact(program):
     settings, and the address of the page."""
     settings = program.settings
     host = settings["server.public_address"] or own_address() or "localhost"
+    url = page_url(program, host)
     listeners = {}                              # a port may be open at several addresses
-    pages = []
     for protocol, transport, _, port in program.listeners:
         listeners["%s on %s %d" % (protocol, transport.upper(), port)] = None
-        if protocol in WEB_PORTS:
-            pages.append("Players and browsers: %s://%s/" % (protocol, endpoint_text(host, port)))
     lines = ["; ".join(listeners)]
-    for contact in contact_blocks(program, MasterPlace(host, page_url(program, host))):
+    for contact in contact_blocks(program, MasterPlace(host, url)):
         lines.append("%s. %s:" % (contact.title, contact.where))
         lines += ["    " + line for line in contact.block.splitlines()]
-    return lines + pages[:1]
+    if url:
+        lines.append("Players and browsers: %s/" % url)
+    return lines
 
 
 # --- Checking the settings ----------------------------------------------------------------------

@@ -15773,6 +15773,11 @@ class ServingTest(unittest.TestCase):
                 "    sv_register 1",
                 "    sv_register_url http://%s:27790/ddnet/15/register" % told,
                 "    http_allow_insecure 1"])
+        core = with_rooms(make_core(http__url="https://games.example"))
+        core.listeners = [ms.Listener("http", "tcp", "0.0.0.0", 27790)]
+        self.assertEqual(ms.first_contact(core)[-2:], [
+            "    sv_register_url https://games.example/ddnet/15/register",
+            "Players and browsers: https://games.example/"])
 
     @unittest.skipIf(ms.WINDOWS, "Windows has no such signals for a child")
     def test_signals(self) -> None:
