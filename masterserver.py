@@ -3810,6 +3810,11 @@ class Game:
         """Return further lines of the server's page: pairs of a heading and a text."""
         return []
 
+    players_note = ""                           # stands for players that players() does not have
+
+    def looked_at(self, server, now):
+        """Note that somebody looks at the page of a listed server."""
+
     def players(self, server):
         """Return who is on a server, as Player objects, if its game tells it."""
         return []
@@ -4219,6 +4224,8 @@ class Poller(UdpProtocol):
         # Two games may have targets at the same endpoint, so every room with an open query tries
         # to read the answer
         for room in self.rooms:
+            if room.take_players((address, source_port), data):
+                return []
             target = self.find(room, address, source_port - room.offset)
             if target is None or target.asked_at is None:
                 continue
@@ -4400,6 +4407,10 @@ class PolledGame(Game):
         """Return what the target has said, if it may leave the question that it was asked last
         unanswered, and None otherwise."""
         return None
+
+    def take_players(self, endpoint: Tuple[str, int], data: bytes) -> bool:
+        """Take the answer to a question of looked_at(). Return whether the data are one."""
+        return False
 
     def goodbye(self, data: bytes) -> bytes:
         """Return what the game server is sent after its last answer, or b""."""
@@ -7135,6 +7146,8 @@ QUAKE3_HEAD = b"\xff\xff\xff\xff"
 QUAKE3_HEARTBEAT = QUAKE3_HEAD + b"heartbeat"
 QUAKE3_GETINFO = QUAKE3_HEAD + b"getinfo "
 QUAKE3_INFO = QUAKE3_HEAD + b"infoResponse\n"
+QUAKE3_GETSTATUS = QUAKE3_HEAD + b"getstatus "
+QUAKE3_STATUS = QUAKE3_HEAD + b"statusResponse\n"
 QUAKE3_GETSERVERS = QUAKE3_HEAD + b"getservers"
 QUAKE3_GETSERVERS_EXT = QUAKE3_HEAD + b"getserversExt"
 QUAKE3_SERVERS = QUAKE3_HEAD + b"getserversResponse"
@@ -7163,6 +7176,12 @@ QUAKE3_GAME_OF_PROTOCOL = {
     "66": "Quake3Arena", "67": "Quake3Arena", "68": "Quake3Arena",
     "50": "wolfmp", "59": "wolfmp", "60": "wolfmp",
     "72": "et", "80": "et", "83": "et", "84": "et"}
+# The line of a player in a statusResponse: score, ping, and name. Some games add the team before or
+# after the name
+QUAKE3_PLAYER = re.compile(rb'^(-?[0-9]{1,9}) [-0-9 ]*"(.*)".*\n', re.MULTILINE)
+# While somebody looks at a server's page, it is asked who plays once in this time. If nobody does
+# for twice as long, the answer is forgotten
+QUAKE3_STATUS_S = 15.0
 # The titles of well-known games, by their ids in the registry
 QUAKE3_TITLES = {
     "quake3arena": "Quake III Arena",
@@ -7206,6 +7225,13 @@ def read_quake3_info(data):
     return challenge, tuple(map(pairs.get, QUAKE3_FIELDS))
 
 
+def quake3_name(coloured):
+    """Return a name without its colours: "^1" or, in DarkPlaces, "^x" and three hexadecimal digits.
+    """
+    name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", coloured)
+    return clean(name)                  # now it may begin or end with a blank
+
+
 # The cache makes a poll's answer that repeats the last one three times as fast. An entry has 2 kB
 @functools.lru_cache(maxsize=4096)
 def quake3_attributes(values, otherwise):
@@ -7226,10 +7252,8 @@ def quake3_attributes(values, otherwise):
     if not gamename:
         raise WrongAnswer(
             "gamename: missing, and protocol %s does not belong to a known game" % protocol)
-    # A colour is "^1", or in DarkPlaces "^x" with three hexadecimal digits
-    name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", info[b"hostname"])
     return {
-        "name": clean(name),            # without its colours, it may begin or end with a blank
+        "name": quake3_name(info[b"hostname"]),
         "map": info[b"mapname"],
         "mode": info[b"gametype"],
         "version": protocol,
@@ -7237,6 +7261,15 @@ def quake3_attributes(values, otherwise):
         "max_players": min(int(info[b"sv_maxclients"]), PLAYERS_MAX),
         "details": {"gamename": gamename, "people": info[b"g_humanplayers"]},
     }
+
+
+class Quake3Status(NamedTuple):
+    """Who plays on a server whose page somebody looks at."""
+
+    server: Server
+    asked_at: float                     # seconds of the monotonic clock
+    challenge: bytes                    # of the last getstatus
+    players: Sequence[Player]
 
 
 def quake3_game_id(gamename, protocol=""):
@@ -7373,6 +7406,9 @@ class Quake3(PolledGame, UdpProtocol):
         < ffffffff "getserversResponse" \ 7f000001 9060 \ "EOT" 000000
         < ffffffff "getserversExtResponse" { \ address[4] port.u16 | / address[16] port.u16 }*
                                                         numbers in network byte order
+        < ffffffff "getstatus abcdef01"                 while somebody looks at the server's page
+        > ffffffff "statusResponse\n" \challenge\abcdef01\sv_hostname\^1Red …
+          "\n2 0 \"^1Red^7 Bot\"\n3 0 \"Major\"\n"
 
     A heartbeat may be forged, so the master only answers it with a getinfo. It lists the server
     once an infoResponse with the right challenge has come, and lists only what infoResponses say.
@@ -7439,8 +7475,11 @@ class Quake3(PolledGame, UdpProtocol):
     timeout_s = 1.0
     attempts = 3
 
+    players_note = "The game server has been asked who plays. The next refresh shows its answer."
+
     def __init__(self, program=None):
         super().__init__(program)
+        self.statuses = {}              # Quake3Status by the address and port that are asked
         # A MAC has only 6 bytes, so that a getinfo, with 20 bytes, is no longer than a heartbeat.
         # At 50,000 guesses a second it would still take 180 years to guess one. It is valid for at
         # least 2 s, and at most twice as long
@@ -7647,6 +7686,41 @@ class Quake3(PolledGame, UdpProtocol):
         raise TimeoutError("timed out: the end of the list did not come")
 
     # Pages
+
+    def looked_at(self, server, now):
+        endpoint = server.source, server.port
+        last = self.statuses.get(endpoint)
+        if last is None or now >= last.asked_at + QUAKE3_STATUS_S:
+            challenge = b"%08x" % self.nonce()
+            self.statuses[endpoint] = Quake3Status(server, now, challenge, self.players(server))
+            self.program.send(QUAKE3_GETSTATUS + challenge, endpoint)
+
+    def take_players(self, endpoint, data):
+        status = self.statuses.get(endpoint)
+        if status is None or not data.startswith(QUAKE3_STATUS):
+            return False
+        info, _, lines = data[len(QUAKE3_STATUS):].partition(b"\n")
+        if b"\\challenge\\%s\\" % status.challenge not in info + b"\\":
+            return False
+        players = []
+        for score, raw_name in QUAKE3_PLAYER.findall(lines):        # without one that is cut off
+            name = quake3_name(decode_legacy(raw_name))
+            is_watching = score == b"-666"      # the score of a spectator in DarkPlaces
+            players.append(Player(name, "", None if is_watching else int(score), None, is_watching))
+        self.statuses[endpoint] = status._replace(players=players)
+        status.server.entry_cache = None        # the search looks for players too
+        return True
+
+    def tick(self, now):
+        for endpoint, status in list(self.statuses.items()):
+            if now >= status.asked_at + 2 * QUAKE3_STATUS_S:
+                del self.statuses[endpoint]
+                status.server.entry_cache = None
+        return super().tick(now)
+
+    def players(self, server):
+        status = self.statuses.get((server.source, server.port))
+        return status.players if status else ()
 
     def mode_text(self, server):
         if server.game in ("quake3arena", "openarena"):
@@ -9188,7 +9262,7 @@ path { fill: var(--accent); opacity: .75; }
 
 HISTORY = """\
 <section>
-<div class="bar">
+<div class="row">
 <h2>History</h2>
 <nav class="tabs" aria-label="Span">$tabs</nav>
 </div>
@@ -9327,11 +9401,7 @@ footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
 footer nav + nav { margin-top: .25rem; }
 
 /* Tabs and forms */
-.bar {
-  display: flex; flex-wrap: wrap; justify-content: space-between; align-items: center;
-  gap: .75rem 2rem;
-}
-.bar h2 { margin: 0; }
+.row h2 { margin: 0; }
 .tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
 .tabs:empty, .tabs small:empty, footer nav:empty { display: none; }
 .tabs a {
@@ -10821,7 +10891,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
         badges = render_badges(server)
         count = render_count(server)
         join = render_join(room, server)
-        players = render_players(server, room.players(server))
+        players = render_players(room, server)
     else:
         seen = time_tag(server.last_seen, wall)
         lead = fill_template('Not listed now. Last seen $seen. <a href="$link">Why?</a>',
@@ -10898,17 +10968,19 @@ def render_count(server):
     return bold_numbers(count)
 
 
-def render_players(server, players):
-    """Return the table of a server's Player objects, without the columns that nobody fills, or the
-    list of their names if the game tells no more, or "" if there are none."""
+def render_players(room, server):
+    """Return who is on a server: a table without the columns that nobody fills, or a list of names
+    if the game tells no more. Return "" if it is nobody, or if that will never be known."""
+    players = room.players(server)
     if not players:
-        return ""
+        is_waiting = room.players_note and server.players
+        return fill_template('<h2>Players now</h2>\n<p class="lead">$note</p>\n',
+                             note=room.players_note) if is_waiting else ""
     players = sorted(players, key=lambda player: (
         player.is_watching, -(player.score or 0), player.best_s or math.inf,
         player.name.casefold()))
     # A long list of names may have been cut off before it came here
-    count = "the first %d" if len(players) < server.players else "%d"
-    count %= len(players)
+    count = ("the first %d" if len(players) < server.players else "%d") % len(players)
     watching = sum([player.is_watching for player in players])
     if watching:
         count += ", of them %d watching" % watching
@@ -12235,6 +12307,8 @@ def get_server(web, request):
         is_listed = listed is not None
         page = render_server_page(
             web.look, server, is_listed, (span, series, share), base, request.wall)
+        if listed:
+            web.look.room(listed).looked_at(listed, request.now)
         return HttpResponse(page, HTML_TYPE)
 
     return FromDisk(job, respond) if database else respond((None,) * 3)

@@ -4427,6 +4427,21 @@ OPENARENA_INFO = (
     OUT + b"infoResponse\n" + rb"\voip\opus\g_needpass\0\pure\1\gametype\0\sv_maxclients\8"
     rb"\g_humanplayers\0\clients\0\mapname\oa_dm1\hostname\^1Red ^7Test  q \protocol\71"
     rb"\gamename\Quake3Arena\challenge\%s")
+# Captured from Debian's openarena-server with three bots, which have been added by
+# `addbot sarge 4 free 0 "^1Red^7 Bot"` and the like. Its gamename is that of the infoResponse not
+OPENARENA_STATUS = (
+    OUT + b"statusResponse\n" + rb"\challenge\%s\com_protocol\71\sv_hostname\^1Red ^7Test"
+    rb"\g_lms_mode\0\elimination_roundtime\120\g_delagHitscan\0\g_voteMinFraglimit\0"
+    rb"\g_voteMaxFraglimit\0\g_voteMinTimelimit\0\g_voteMaxTimelimit\1000"
+    rb"\g_voteGametypes\/0/1/3/4/5/6/7/8/9/10/11/12/\g_allowVote\1\g_doWarmup\0\capturelimit\8"
+    rb"\videoflags\7\g_maxGameClients\0\sv_floodProtect\1\sv_maxPing\0\sv_minPing\0\sv_dlRate\100"
+    rb"\sv_maxRate\0\sv_minRate\0\sv_maxclients\8\timelimit\0\fraglimit\20\dmflags\0"
+    rb"\version\ioq3 1.36+u20221123.70d07d9+dfsg-1/Debian linux-x86_64 Jan  8 2023"
+    rb"\com_gamename\Quake3Arena\g_gametype\0\mapname\oa_dm1\sv_privateClients\0"
+    rb"\sv_allowDownload\0\bot_minplayers\0\gamename\baseoa\elimflags\0\voteflags\767\g_needpass\0"
+    rb"\g_obeliskRespawnDelay\10\g_enableDust\0\g_enableBreath\0\g_rockets\0\g_instantgib\0"
+    rb"\g_altExcellent\0\g_timestamp\2026-11-27 10:35:24"
+    b'\n2 0 "^1Red^7 Bot"\n3 0 "Major"\n0 0 "M.ller x"\n')
 QUAKE3_LIST_HEAD, QUAKE3_EXT_HEAD = OUT + b"getserversResponse", OUT + b"getserversExtResponse"
 QUAKE3_EOT = b"\\EOT" + bytes(3)
 OPENARENA_SERVER = "/usr/games/openarena-server"
@@ -4888,6 +4903,92 @@ class Quake3Test(unittest.TestCase):
         self.registry.remove_own(self.registry.servers()[0])
         self.assertEqual(len(self.ask(b"getservers 71", 10.0)), 999)
 
+    def look(self, now, server):
+        """The challenge of the getstatus that the poller's port sends, None if it sends none."""
+        self.program.send = mock.Mock()
+        self.quake3.looked_at(server, now)
+        if not self.program.send.called:
+            return None
+        [((data, peer), _)] = self.program.send.call_args_list
+        self.assertEqual((data[:14], peer), (OUT + b"getstatus ", self.place))
+        return data[14:]
+
+    def players(self, server):
+        return [(player.name, player.score) for player in self.quake3.players(server)]
+
+    def test_who_plays_is_asked_while_somebody_looks(self):
+        """Once in 15 s; half a minute after the last look it is forgotten."""
+        server = self.shake()
+        self.poll([1.0], info)
+        challenge = self.look(10.0, server)
+        self.assertEqual((self.players(server), self.look(24.9, server)), ([], None))
+        data = OPENARENA_STATUS.replace(b"%s", challenge)
+        other = OPENARENA_STATUS.replace(b"%s", b"0" * 8)
+        for wrong, place in (
+                (OPENARENA_STATUS.replace(b"%s", b""), self.place), (other, self.place),
+                (data, ("203.0.113.9", 36961)), (data, ("203.0.113.8", 36960)),
+                (data.replace(b"status", b"info"), self.place), (data[:-1] * 3, ("192.0.2.1", 1)),
+                (OUT + b"statusResponse\n" + challenge, self.place)):
+            with self.assertRaisesRegex(ms.Malformed, "nobody asked for"):
+                self.poller.datagram(wrong, place, 25.0)
+            self.assertIn("Malformed", self.send(wrong, 25.0, place))
+        self.assertEqual(self.players(server), [])
+        found = functools.partial(ms.Web(self.program).searched_text, server)
+        before = [getattr(server, name) for name in ms.Server.__slots__ if name != "entry_cache"]
+        changes_of(self.registry)
+        bots = [("Red Bot", 2), ("Major", 3), ("M.ller x", 0)]
+        for told, players in (
+                (data, bots), (data[:-1], bots[:2]), (data[:-20], bots[:1]), (data[:-40], []),
+                (data.replace(b"3 0 ", b"-7 250 1 "), [bots[0], ("Major", -7), bots[2]]),
+                (data.replace(b'Major"', b'Major" 2'), bots),
+                (data.replace(b"3 0 ", b"-666 0 "), [bots[0], ("Major", None), bots[2]]),
+                (data.replace(b"Major", b'^x0f3"\xe9\\\x1b[1m^9" '),
+                 [bots[0], ('"\xe9\\"', 3), bots[2]]),
+                (data.replace(b"3 0 ", b"x 0 ") + b'1"x"\n\n1 1 x\n', bots[::2]),
+                (data + b'1 1 "x"\n' * 100, bots + [("x", 1)] * 100), (data, bots)):
+            server.entry_cache = {}
+            self.assertEqual(self.poller.datagram(told, self.place, 25.0), [])
+            self.assertEqual((self.players(server), server.entry_cache), (players, None), told)
+        self.assertIn("major", found())
+        self.assertEqual([before, changes_of(self.registry)], [
+            [getattr(server, name) for name in ms.Server.__slots__ if name != "entry_cache"], []])
+        self.quake3.tick(39.9)
+        again = self.look(25.0, server)
+        self.assertEqual((self.players(server), again == challenge), (bots, False))
+        self.assertRaises(ms.Malformed, self.poller.datagram, data, self.place, 25.1)
+        server.entry_cache = {}
+        for now, players in (54.9, bots), (55.0, []):
+            self.quake3.tick(now)
+            self.assertEqual((self.players(server), len(self.quake3.statuses)),
+                             (players, len(players) // 3))
+        self.assertIsNone(server.entry_cache)
+
+    def test_an_answer_about_players_is_none_of_a_poll(self):
+        """Whichever comes first, each is read, and the query stays open for its own."""
+        server = self.shake()
+        [(query, place)] = self.poller.tick(1.0)
+        told = OPENARENA_STATUS.replace(b"%s", self.look(1.0, server))
+        target = self.poller.find(self.quake3, *self.place)
+        self.poller.datagram(told, place, 1.1)
+        self.assertEqual((len(self.players(server)), target.asked_at, target.trouble), (3, 1.0, ""))
+        self.poller.datagram(info(query[12:], mapname=b"x"), place, 1.2)
+        self.assertEqual((server.map, len(self.players(server))), ("x", 3))
+
+    def test_noise_in_an_answer_about_players(self):
+        server, chance = self.shake(), random.Random(7)
+        data = OPENARENA_STATUS.replace(b"%s", self.look(1.0, server))
+        for _ in range(2000):
+            noisy = bytearray(data)
+            for _ in range(chance.randrange(1, 9)):
+                at = chance.choice((chance.randrange(len(noisy)), chance.randrange(-60, 0)))
+                noisy[at:at + chance.choice((0, 1, 9))] = bytes(
+                    chance.choice(b'\n\\" 0-^x\xff\0\x1b') for _ in range(chance.randrange(3)))
+            with contextlib.suppress(ms.Malformed):
+                self.poller.datagram(bytes(noisy), self.place, 1.1)
+            for player in self.quake3.players(server):
+                self.assertEqual(player.name, ms.clean(player.name))
+            ms.render_players(self.quake3, server)
+
     def test_requests_over_a_limit(self):
         """A source gets a few lists, and then one now and then; all together get so many bytes."""
         question, asker = OUT + b"getservers 71", ("192.0.2.1", 5)
@@ -4937,16 +5038,17 @@ class Quake3Forged(unittest.TestCase):
 class OpenArenaTest(unittest.TestCase):
     def test_a_real_server_and_a_real_client(self):
         with tempfile.TemporaryDirectory() as home, master(
-                quake3__port="0", limits__exempt="127.0.0.0/8") as server:
+                quake3__port="0", http__ports="0", limits__exempt="127.0.0.0/8") as server:
             place = "127.0.0.1:%d" % port_of(server, "quake3")
             program, *pasted = shlex.split(block_of(server, "openarena"))
             self.assertEqual(program, os.path.basename(OPENARENA_SERVER))
-            words = ["net_ip", "127.0.0.1", "com_hunkmegs", "64", "net_port", str(free_port()),
-                     "sv_hostname", "^1Red"]
+            words = ["net_ip", "127.0.0.1", "com_hunkmegs", "128", "net_port", str(free_port()),
+                     "sv_hostname", "^1Red", "bot_enable", "1"]
             words += [word for number in "1345" for word in ("sv_master" + number, "")]
             game = subprocess.Popen(
                 [OPENARENA_SERVER, *itertools.chain.from_iterable(
-                    ("+set", *pair) for pair in zip(words[::2], words[1::2])), *pasted],
+                    ("+set", *pair) for pair in zip(words[::2], words[1::2])), *pasted,
+                 "+addbot", "sarge"],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 env=dict(os.environ, HOME=home))
             try:
@@ -4960,6 +5062,11 @@ class OpenArenaTest(unittest.TestCase):
                         ["quakestat", "-nh", "-raw", ",", "-retry", "1", "-mi", "1", "-q3m,71",
                          place], stdout=subprocess.PIPE, timeout=SOON_S).stdout.decode()
                 eventually(lambda: "Q3S,127.0.0.1:%d,Red" % found.port in seen())
+                page = ms.server_link(found)
+                with mock.patch.object(ms, "QUAKE3_STATUS_S", 2.0):         # bots come late
+                    eventually(lambda: re.search(
+                        b"Name<th>Score</thead>\n<tbody><tr><td><bdi>[A-Z]",
+                        fetch(port_of(server, "http"), page)[2]))
                 game.terminate()
                 eventually(lambda: not server.registry.total)
             finally:
@@ -5220,8 +5327,9 @@ class PagesTest(unittest.TestCase):
         """In a table with the columns that a game fills, or names alone; who watches comes last."""
         names = ["Zed", "Bob", "<ann>"]
         player = ms.Player
+        room = mock.Mock(players_note="")
         for players, more, count, heads, texts in (
-                ([], 0, None, [], []),
+                ([], 0, None, [], []), ([], 5, None, [], []),
                 (map(player, names), 0, "3", [], ["<ann>", "Bob", "Zed"]),
                 (map(player, names), 1, "the first 3", [], ["<ann>", "Bob", "Zed"]),
                 ([player("a", is_watching=True), player("b")], 0, "2, of them 1 watching", [],
@@ -5232,13 +5340,32 @@ class PagesTest(unittest.TestCase):
                  ["c", "<C&A>", "12", "b", "", "0", "a", "", "-5", "d watching", "", "99"]),
                 ([player("a"), player("b", best_s=3599), player("c", best_s=61)], 0, "3",
                  ["Name", "Time"], ["c", "1:01", "b", "59:59", "a", ""])):
-            players = list(players)
-            server = make_server(players=len(players) + more)
-            page = ms.render_players(server, players)
+            room.players.return_value = players = list(players)
+            page = ms.render_players(room, make_server(players=len(players) + more))
             self.assertEqual(re.findall(r"<small>(.*)</small>", page), [count] if count else [])
             self.assertEqual(re.findall("<th>([^<]*)", page), heads)
             cells = re.findall(r"<(?:td|li)>(.*?)(?=<td|<li|<tr|</tbody|</ul)", page)
             self.assertEqual([html.unescape(re.sub("<[^>]*>", "", cell)) for cell in cells], texts)
+
+    def test_a_server_is_asked_who_plays(self):
+        """Its page says so, and shows it when it is there; another's page asks nobody."""
+        openarena = make_server("openarena", players=2, details={"gamename": "Quake3Arena"})
+        nobody = make_server("openarena", port=5, details={"gamename": "Quake3Arena"}, players=0)
+        web = web_of([openarena, nobody, make_server()], ms.Remembered(0.0, 0.0, "Gone"))
+        web.program.rooms["quake3"].program.send = sent = mock.Mock()
+        note = "The game server has been asked who plays."
+        for server in nobody, make_server(), make_server("openarena", "192.0.2.9"):
+            self.holds(page_of(web, link_to(server)), lacks=["Players now"])
+        sent.reset_mock()
+        for _ in range(3):
+            self.holds(page_of(web, link_to(openarena)), "Players now", note)
+        [((data, place), _)] = sent.call_args_list
+        self.assertEqual(place, ("192.0.2.1", 27790))
+        web.program.poller.datagram(OPENARENA_STATUS.replace(b"%s", data[14:]), place, 0.1)
+        self.holds(page_of(web, link_to(openarena)), "Players now <small>3<",
+                   "<tr><td><bdi>Major</bdi><td>3<tr><td><bdi>Red Bot</bdi><td>2", lacks=[note])
+        self.holds(page_of(web, "/?q=red+bot"), '<tr data-with="Red Bot" role="row">')
+        sent.assert_called_once()
 
     def test_games_page(self):
         """The numbers of now come from the list, the others from the database. Servers that have
