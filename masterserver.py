@@ -9637,7 +9637,6 @@ pre {
   .board .star { left: auto; right: .75rem; top: .5rem; width: 2rem; font-size: 1.125rem; }
   /* The whole row leads to the server's page */
   .board td:first-child a::after { content: ""; position: absolute; inset: 0; }
-  .board :is(.star, .copy) { z-index: 1; }
 }
 /* If text is twice as large on a phone, curves and signs are left out */
 @media (max-width: 19.99rem) {

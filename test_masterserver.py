@@ -6004,13 +6004,17 @@ class BrowserTest(BrowserCase):
             for text, heading in ("nobody", "“nobody”."), ("nobod", "“nobod”."):
                 self.type("[name=q]", text)
                 eventually(lambda: self.of("#empty p") == heading)
-                self.assertEqual(self.of("#servers, .legend", "offsetHeight"), 0)
+                self.assertEqual(self.all("#servers, .legend", "checkVisibility()"), [False] * 2)
             self.refresh()
             self.assertEqual(self.of("#empty p"), heading)
             self.type("[name=q]", "somewhere")
             eventually(lambda: self.names() == ["Somewhere"] and self.of("#empty *") is None)
             self.type("[name=q]", "nobody")
             eventually(lambda: self.of("#empty p") == "“nobody”.")
+            if most == 2000:
+                self.type("[name=q]", "")
+                self.assertIsNone(self.of("#empty *"))
+                self.type("[name=q]", "nobody")
             for clear in "#clear a", "#empty a":
                 self.open(self.link())
                 self.says("0 of ")
@@ -6037,6 +6041,7 @@ class BrowserTest(BrowserCase):
         eventually(lambda: "In other games" in self.of("#empty"))
         by_script = self.js(texts + ".textContent)")
         self.assertEqual(by_script[0], "Filters · 2")
+        self.assertTrue(self.of("#clear", "checkVisibility()"))
         self.assertEqual(self.all("#empty .tabs a", "getAttribute('href')"), [
             "/?game=%s&q=only+here&players_min=1&hide=password" % game])
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
@@ -6283,29 +6288,53 @@ class LayoutTest(BrowserCase):
                          "two lines: name and players, the rest")
 
     def test_the_name_has_what_is_left(self):
-        """A third of the board at any width, and on a phone the first row is near the top."""
+        """A third of the board at any width: the columns leave one after the other."""
         games = "iceball hyperbol subspace aio luanti openarena xonotic mygame".split()
         for index, server in enumerate(make_servers(60)):
             self.site.servers[index] = make_server(
                 games[index % 8], server.address, name="Very long name " * 4, port=server.port,
                 country="de", details={"flags": "password"}, verified="self-reported")
         row = "document.querySelector('tbody tr')"
-        for width, height in (1920, 900), (1280, 900), (865, 900), (390, 844):
+        columns = list(ms.SORTED_BY)
+        for width, height, left in (
+                (1920, 900, None), (1599, 900, "seen"), (1439, 900, "version"), (1280, 900, None),
+                (1264, 900, "mode"), (1088, 900, "map"), (865, 900, None), (390, 844, "all")):
+            if left in columns:
+                columns.remove(left)
             for dark in False, True:
                 self.browser.resize(width, height, dark)
                 self.open()
+                shown = self.all("thead th", "offsetWidth && it.textContent.toLowerCase()")
+                if left != "all":
+                    self.assertEqual(list(filter(None, shown)), columns, width)
                 share = self.js("%s.cells[0].offsetWidth / %s.offsetWidth" % (
                     row, "document.querySelector('#servers')"))
                 self.assertGreaterEqual(share, 0.35, width)
                 self.assertLessEqual(self.of("html", "scrollWidth"), width)
                 self.assertGreater(self.js(row + ".querySelector('bdi').offsetWidth"), width / 5)
-        self.assertLessEqual(self.js(row + ".getBoundingClientRect().top"), 330 - 28 - 46,
-                             "room for links and two lines of the operator's")
-        self.assertEqual(self.all("#tabs a", "getBoundingClientRect().top")[0],
-                         self.all("#tabs a", "getBoundingClientRect().top")[-1])
+
+    def test_on_a_phone(self):
+        """The first row is near the top, games stand in one row, and filters open on demand."""
+        self.browser.resize(390)
+        self.open()
+        first = self.of("tbody tr", "getBoundingClientRect().top")
+        self.assertLessEqual(first, 330 - 46, "room for two lines of the operator's")
         self.assertEqual(self.of("[value=empty]", "checkVisibility()"), False)
         self.click(".filters summary")
         self.assertEqual(self.of("[value=empty]", "checkVisibility()"), True)
+        self.open("/?game=aio")
+        boxes = self.js("""[...document.querySelectorAll('#tabs a:not([hidden])')].map(tab =>
+            [tab.getBoundingClientRect(), tab.textContent]).map(([{top, left}, text]) =>
+            [left, top, text])""")
+        self.assertEqual(len({top for _, top, _ in boxes}), 1)
+        self.assertIn("AIO", min(boxes)[2])
+        # The row leads to the server's page, but its buttons do what they say
+        for selector, target in ("tbody b", "A"), (".star", "star"), (".copy", "copy"):
+            self.assertIn(target, self.js("""{
+                const box = document.querySelector(%r).getBoundingClientRect();
+                const hit = document.elementFromPoint(
+                    box.left + box.width / 2, box.top + box.height / 2);
+                [hit.tagName, hit.className]}""" % selector))
 
     def test_banner_on_its_page_and_alone(self):
         server = self.site.servers[0]
@@ -6381,6 +6410,42 @@ class LayoutTest(BrowserCase):
         self.open()
         for left, right, _ in self.js(EDGES % "bdi"):
             self.assertGreater(right - left, 60, "px of the name")
+
+    @unittest.skipUnless(shutil.which("npm"), "no npm on PATH")
+    def test_axe_finds_no_violation(self):
+        """axe-core, as `npm install -g axe-core` brings it."""
+        root = subprocess.check_output(["npm", "root", "-g"], text=True).strip()
+        path = os.path.join(root, "axe-core", "axe.min.js")
+        if not os.path.exists(path):
+            self.skipTest("no axe-core of npm")
+        with open(path, encoding="utf-8") as file:
+            axe = file.read()
+        self.site.servers = servers = [
+            make_server(players=players, port=port, country="de", verified=verified, official=True,
+                        details={"flags": "password"}, confirmed=False, responding=port == 1)
+            for port, (players, verified) in enumerate(
+                ((32, "query"), (3, "self-reported"), (0, "another list")), 1)]
+        servers.append(make_server("luanti", name="Another game", private={
+            "luanti_announcement": {"clients_list": ["Ann", "Bob"]}}))
+        for listed, pages in (
+                (servers, ("/", "/?game=aio", "/?q=a&hide=full&country=de&sort=name",
+                           "/?game=iceball&q=ann", *map(link_to, servers[2:]), "/add",
+                           "/games", "/check", "/check?address=192.0.2.3", "/nowhere")),
+                ([], ("/", "/?game=luanti", "/?game=luanti&q=a", link_to(servers[0]), "/games"))):
+            self.site.servers = listed
+            for page in pages:
+                self.open(page)
+                self.js(axe + "; for (const one of document.querySelectorAll('details'))"
+                        " one.open = true")
+                for width, dark in (1280, False), (390, True):
+                    self.browser.resize(width, dark=dark)
+                    found = self.js("axe.run().then(it => it.violations.map(rule => ["
+                                    "rule.id, rule.nodes.map(node => node.failureSummary)]))")
+                    self.assertEqual(found, [], (page, width, len(listed)))
+        self.js("document.querySelector('h1').append(new Image())")
+        ids = self.js("axe.run().then(it => it.violations.map(rule => rule.id))")
+        self.assertIn("image-alt", ids)
+        self.browser.page_errors()                      # of pages that are nowhere
 
     def test_keyboard_and_screen_reader(self):
         self.browser.resize(1280, 400)
