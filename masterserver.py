@@ -2672,7 +2672,8 @@ def uptime(first_seen, series, *others):
 
     The time before it was first seen does not count, nor that for which this master was away, when
     none of these Series of the same times has a sample."""
-    samples_before = max(0, int((first_seen - series.start) // series.step))
+    # The sample of the step in which it was first seen may be older than that
+    samples_before = max(0, math.ceil((first_seen - series.start) / series.step))
     samples = zip(series.means, *[other.means for other in others])
     samples_there = samples_away = 0
     for own_count, *other_counts in itertools.islice(samples, samples_before, None):
@@ -9662,7 +9663,7 @@ h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 .names li, dl div, #players td { padding: .25rem 0; border-bottom: 1px solid var(--line); }
 #players :is(th, td):not(:last-child) { padding-right: 1.25rem; }
 #players :is(th, td):first-child { padding-left: 0; overflow-wrap: anywhere; }
-#players :is(th, td):last-child { text-align: right; white-space: nowrap; }
+#players :is(th, td):last-child { padding-right: 0; text-align: right; white-space: nowrap; }
 dl { max-width: 48rem; margin: 0; }
 dl div { display: flex; gap: 1.5rem; }
 dt { flex: 0 0 8rem; color: var(--soft); font-size: .8125rem; }

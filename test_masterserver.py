@@ -1532,6 +1532,7 @@ class HistoryOnDisk(DatabaseCase):
                 (-5, there, there, gone, 1.0), (-5, [1, None, 1, 1], there, there, 0.75),
                 (0, [None, None, 1, 1], there, gone, 0.5),
                 (120, [None, None, 1, 1], there, gone, 1.0),
+                (61, [None, None, 1, 1], there, gone, 1.0), (181, [None] * 4, there, gone, None),
                 (0, [1, None, None, 1], [5, None, 5, 5], gone, 2 / 3),      # this master was away
                 (0, [1, None, None, 1], gone, [5, None, 5, 5], 2 / 3),      # an older version's
                 (0, gone, there, there, 0.0), (0, gone, gone, gone, None),
