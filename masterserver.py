@@ -181,7 +181,8 @@ GZIP_LEVEL = 1                  # level 3 takes up to four times as long and sav
 # time belongs to other work before the list, or another one, is rendered again
 RENDER_SERVER_S = 100e-6
 RENDER_KB_S = 50e-6
-RENDERED_AT_ONCE = 1000         # new entries of a list in one turn of a connection: 8 to 20 ms
+# New entries of a list that are rendered in one turn of a connection. That takes 5 to 20 ms
+RENDERED_AT_ONCE = 1000
 CACHE_S = 5                     # browsers keep a response for so long; the page asks as often
 # If the file with the countries has changed, those of so many servers are looked up in a second.
 # That takes 2 ms, or 15 ms with the worst file that somebody could make
@@ -2391,7 +2392,7 @@ def cached_entries(servers, cache_key, render, at_once=math.inf):
 
     `render(server)` returns an entry. It is called only if the server has changed since its entry
     was last rendered. `cache_key` stands for the list; it may be any hashable object. Raise
-    Unfinished after `at_once` calls, if more are needed: what they have returned is kept."""
+    Unfinished if more than `at_once` calls are needed: what these have returned is kept."""
     entries = []
     for server in servers:
         cache = server.entry_cache
@@ -2417,10 +2418,14 @@ class ServerList(NamedTuple):
     wanted: Optional[Callable[[Server], bool]] = None       # None: it has all of them
     join: Callable[[Sequence[Any], float], Any] = lambda entries, now: b"".join(entries)
 
-    def render(self, servers, now):
+    def render(self, servers, now, at_once=math.inf):
         if self.wanted:
             servers = [server for server in servers if self.wanted(server)]
-        return self.join(cached_entries(servers, self.entry, self.entry), now)
+        return self.join(cached_entries(servers, self.entry, self.entry, at_once), now)
+
+    def render_in_turns(self, servers, now):
+        """Do the same for a request, which is answered in its next turn after Unfinished."""
+        return self.render(servers, now, RENDERED_AT_ONCE)
 
 
 class RenderedList:
@@ -3764,8 +3769,10 @@ class Game:
             self.rules = program.registry.rules
             self.poller = program.poller
             game = "" if self.titles else self.game     # a family's servers are of several games
+            by_http = {route.list for route in self.routes.values()}
             for name, chosen in self.lists().items():
-                self.rendered_lists[name] = RenderedList(self.registry, game, chosen.render)
+                render = chosen.render_in_turns if name in by_http else chosen.render
+                self.rendered_lists[name] = RenderedList(self.registry, game, render)
             self.read(program.settings)
 
     def read(self, settings):
@@ -12067,7 +12074,7 @@ def get_list(room, route, web, request):
         chosen = room.lists()[route.list]
 
         def render(servers, now):
-            return chosen.render(web.registry.for_clients(servers), now)
+            return chosen.render_in_turns(web.registry.for_clients(servers), now)
 
         list_filter = query_filter(web, request, room.game)
         return web.list_response(request, list_filter, route.media_type, render)

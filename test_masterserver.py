@@ -11967,20 +11967,20 @@ class ConnectionTest(unittest.TestCase):
                     self.assertLessEqual(tick.call_count, 1)
 
     def test_a_list_is_rendered_in_turns_and_paid_for_once(self) -> None:
-        """With eight new servers, three at a turn: others are answered after each turn, and one
-        token is enough."""
-        for path in "/servers.json", "/?sort=name", "/":
+        """With eight new servers, one at a turn: others are answered meanwhile, and one token is
+        enough."""
+        for path in "/servers.json", "/?sort=name", "/", "/master.json":
             server = bound_master(self, http__ports="0", limits__exempt="", limits__requests="1/60",
-                                  games__mygame="My Game")
+                                  iceball__port="0")
             for port in range(1, 9):
-                server.registry.list_or_refresh(("mygame", "192.0.2.1", port), "192.0.2.1",
+                server.registry.list_or_refresh(("iceball", "192.0.2.1", port), "192.0.2.1",
                                                 time.monotonic(), 60.0, {"name": "S%d" % port})
             client, other = connect(server, "http"), connect(server, "http")
             for one in client, other:
                 self.addCleanup(one.close)
             eventually(lambda: server.handle_events(0.0) or len(server.connections) == 2)
             tally = server.tallies["http"]
-            with mock.patch.object(ms, "RENDERED_AT_ONCE", 3), \
+            with mock.patch.object(ms, "RENDERED_AT_ONCE", 1), \
                     mock.patch.object(ms, "TURNS_S", 0.0):
                 client.sendall(http_request(path, "Connection: close"))
                 eventually(lambda: server.handle_events(0.0) or server.turns.things)
