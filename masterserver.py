@@ -4588,8 +4588,12 @@ class PolledGame(Game):
     # Results of polls
 
     def listed_server(self, target):
+        """Return the listed Server that the target's answers are about, or None. If another list
+        has named the target, they are not about one that has announced itself."""
         address = self.rules.listed_address(target.address)
-        return self.registry.get(target.listed_as, address, target.port)
+        server = self.registry.get(target.listed_as, address, target.port)
+        has_announced_itself = server is not None and not server.found_at
+        return None if target.why == FOUND and has_announced_itself else server
 
     def has_listed(self, target):
         """Is the target's server in the list because this master has heard it?"""
@@ -4663,11 +4667,10 @@ class PolledGame(Game):
         address = self.rules.listed_address(source)
         key = game, address, target.port
         if target.why == FOUND:
-            elsewhere = self.registry.get(*key)
-            has_other_master = elsewhere is not None and elsewhere.master
-            if has_other_master and not elsewhere.found_at:
-                # That master's entry says more
-                raise Refused("busy", "it has announced itself to another master of our group")
+            announced = self.registry.get(*key)
+            if announced is not None and not announced.found_at:
+                # That entry says more
+                raise Refused("busy", "it has announced itself, here or to a master of our group")
         is_pinned = target.why == NAMED
         return self.registry.list_or_refresh(key, source, now, lifetime, fields, is_pinned)
 

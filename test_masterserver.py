@@ -7414,6 +7414,19 @@ class FoundServersTest(unittest.TestCase):
         server, = world.servers()
         self.assertEqual((server.name, server.verified, server.found_at), ("New", "query", ""))
 
+    def test_a_server_behind_our_router_that_is_found_at_its_public_address(self):
+        """It is one server, and its own."""
+        world = HyperbolWorld(**{"address_map__192.168.1.5": HyperbolWorld.place[0]})
+        world.find()
+        world.run(3)
+        world.here.announced("192.168.1.5", world.place[1], {}, world.now)
+        for _ in range(80):
+            world.run(1)
+        server, = world.servers()
+        self.assertEqual((server.source, server.found_at), ("192.168.1.5", ""))
+        target, = world.poller.targets.values()
+        self.assertEqual((target.address, target.why), ("192.168.1.5", ms.ANNOUNCED))
+
     def test_the_details_of_a_zone(self):
         """Some come from the list, others from its answers."""
         world = ZoneWorld()
