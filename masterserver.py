@@ -426,10 +426,10 @@ WEB_PORTS = {"http": 80, "https": 443}
 def read_master_place(text, schemes=("https",)):
     """Return (host, port, whether to speak HTTPS) of a master, as the user of a tool or the ini
     names it: HOST, HOST:PORT, ADDRESS, [ADDRESS], [ADDRESS]:PORT or, with one of these schemes of
-    WEB_PORTS, SCHEME://HOST[:PORT], also with /list. The port is None if it is left out."""
+    WEB_PORTS, SCHEME://HOST[:PORT], also with a list's path. The port is None if it is left out."""
     scheme, separator, place = text.rpartition("://")
     if separator:
-        place = re.sub("(/list)?/*$", "", place)
+        place = re.sub(r"(/list|/.+\.json)?/*$", "", place)
         if scheme not in schemes:
             raise ValueError("expected HOST[:PORT] or, of a web server, https://HOST[:PORT]")
     default_port = WEB_PORTS.get(scheme)
@@ -4081,6 +4081,10 @@ class WrongAnswer(Malformed):
     may be forged."""
 
 
+class AnswerGoesOn(Exception):
+    """Raised for a datagram of an answer that has more of them. The query stays open for these."""
+
+
 class FoundServer(NamedTuple):
     """A game server that another master's list names, and that did not announce itself here."""
 
@@ -4240,6 +4244,8 @@ class Poller(UdpProtocol):
             try:
                 room.check_length(data)
                 fields = room.read_answer(target, data)
+            except AnswerGoesOn:
+                return []
             except (Malformed, Refused) as error:
                 target.trouble = trouble = str(error)
                 if isinstance(error, WrongAnswer):
@@ -4289,7 +4295,7 @@ class Poller(UdpProtocol):
                 target.missed += 1
                 target.room.poll_missed(target, now)
             else:
-                target.room.list_polled(target, {"ping_ms": target.ping_ms, **fields}, now)
+                target.room.list_polled(target, {"ping_ms": target.ping_ms or None, **fields}, now)
             self.end_poll(target)
             target.due = next_slot(now, self.interval, target.phase)
             return False
@@ -4406,14 +4412,14 @@ class PolledGame(Game):
     def read_answer(self, target: Target, data: bytes) -> Optional[Dict[str, Any]]:
         """Return the attributes of Server in an answer to the target's open query.
 
-        Return None if another question follows. Raise Malformed if the data are not an answer to
-        this query, and Refused if the server may not be listed; the query then stays open. A
-        WrongAnswer closes it."""
+        Return None if another question follows. Raise AnswerGoesOn if further datagrams of the
+        answer do. Raise Malformed if the data are not an answer to this query, and Refused if the
+        server may not be listed; the query then stays open. A WrongAnswer closes it."""
         raise NotImplementedError
 
     def answers_so_far(self, target: Target) -> Optional[Dict[str, Any]]:
         """Return what the target has said, if it may leave the question that it was asked last
-        unanswered, and None otherwise."""
+        unanswered, or its answer incomplete, and None otherwise."""
         return None
 
     def take_players(self, endpoint: Tuple[str, int], data: bytes) -> bool:
@@ -7837,21 +7843,21 @@ def read_luanti_fields(values):
     # 8 kB for the whole announcement
     for name, max_bytes in {"clients_list": 4096, "mods": 8192}.items():
         if name in fields:
-            fields[name] = first_names(fields[name], max_bytes)
+            fields[name] = first_values(fields[name], max_bytes)
     # Clients open this link, so it must not have another scheme, such as "javascript:"
     if not re.match("https?://", fields.get("url", "")):
         fields.pop("url", None)
     return fields
 
 
-def first_names(names, max_bytes):
-    """Return as many names from the beginning of this list as fit into `max_bytes` of JSON."""
+def first_values(values, max_bytes):
+    """Return as many values from the beginning of this list as fit into `max_bytes` of JSON."""
     total_bytes = 0
-    for position, name in enumerate(names):
-        total_bytes += len(to_json(name)) + len(",")
+    for position, value in enumerate(values):
+        total_bytes += len(to_json(value)) + len(",")
         if total_bytes > max_bytes:
-            return names[:position]
-    return names
+            return values[:position]
+    return values
 
 
 def luanti_attributes(announcement):
@@ -8132,6 +8138,25 @@ DDNET_LARGE_BYTES = 16 << 20
 # The bytes of new infos that are read of one source: (a second, at once). 32 servers full of
 # players have 512 kB, and register every 15 s; to read 256 kB takes 12 ms
 DDNET_READ_BYTES = 40_000, 256 << 10
+DDNET_HEAD = b"\xff" * 10           # begins a packet without a connection
+# What is sent to game servers that other masters list
+DDNET_QUESTION = Form("> 2s H 10s B", "mark high head low",
+                      mark=b"xe", head=b"\0\0\xff\xff\xff\xffgie3")
+# What follows in each kind of answer: texts by these names, and so many of each client, the first
+# of which are those in DDNET_CLIENT. Each text ends with a NUL
+DDNET_ANSWERS = {
+    b"iext": ("token version name map checksum size game_type flags players max_players present "
+              "max_clients reserved", 6),
+    b"iex+": ("token number reserved", 6),
+    b"inf3": ("token version name map game_type flags players max_players reserved max_clients", 5),
+}
+# How they are read; the others are names and the like
+DDNET_READERS: Dict[str, Any] = dict.fromkeys((
+    "flags", "players", "max_players", "present", "max_clients", "country", "score"), int)
+DDNET_READERS["is_player"] = lambda text: text != b"0"
+# The clients of a found server that are listed. These servers have at most half of the list, so
+# that each may have twice the usual bytes. 64 clients have some 6 kB
+DDNET_FOUND_CLIENTS_BYTES = 2 * DDNET_USUAL_BYTES
 
 
 class DdnetRequest(NamedTuple):
@@ -8166,7 +8191,7 @@ def read_ddnet_request(request, address):
     fields = DdnetRequest(request.address, address, port, listed_text, digest.hexdigest())
     if ddnet_header(request, "Action", "(delete)?", "delete, or no such field"):
         return fields._replace(is_delete=True)
-    head = b"\xff" * 10                 # begins a packet without a connection
+    head = DDNET_HEAD
     if protocol == "tw-0.7+udp":
         connless_token = ddnet_header(
             request, "Connless-Token", "[0-9a-fA-F]{8}", "eight hexadecimal digits")
@@ -8292,7 +8317,7 @@ def read_ddnet_registration(values):
 
     info        the info, as compact JSON
     serial      its Info-Serial
-    secret      the hash of Secret, in hexadecimal digits
+    secret      the hash of Secret, in hexadecimal digits; "" of a server that was found elsewhere
     addresses   the addresses for players, the first of which is the server's identity
 
     Raise Malformed, or what restored() takes for it, if a value is wrong."""
@@ -8302,7 +8327,7 @@ def read_ddnet_registration(values):
     addresses = list(values["addresses"])
     for text in addresses:
         ddnet_endpoint(text)
-    has_hash = re.fullmatch("[0-9a-f]{32}", secret)
+    has_hash = re.fullmatch("([0-9a-f]{32})?", secret)
     if not has_hash or type(serial) is not int or not 0 < len(addresses) <= DDNET_ADDRESSES:
         raise Malformed("a wrong secret, serial or number of addresses")
     return {"info": info, "serial": serial, "secret": secret, "addresses": addresses}
@@ -8327,6 +8352,25 @@ def ddnet_large_bytes(info):
     return max(0, len(info.encode()) - DDNET_USUAL_BYTES)
 
 
+def read_ddnet_answer(kind, data):
+    """Return the texts in an answer of this kind, by the names in DDNET_ANSWERS, and its `clients`
+    as an info has them. Raise LookupError or ValueError."""
+    words, client_texts = DDNET_ANSWERS[kind]
+    names = words.split()
+    texts = data.split(b"\0")
+    if texts.pop():
+        raise ValueError("its end is missing")
+    answer = read_ddnet_texts(names, texts)
+    answer["clients"] = [
+        read_ddnet_texts(DDNET_CLIENT, texts[at:at + client_texts])
+        for at in range(len(names), len(texts), client_texts)]
+    return answer
+
+
+def read_ddnet_texts(names, texts):
+    return {name: DDNET_READERS.get(name, decode_legacy)(text) for name, text in zip(names, texts)}
+
+
 class DdnetAddress:
     """What the master knows of one address of a server besides what is stored."""
 
@@ -8335,7 +8379,7 @@ class DdnetAddress:
         self.heard_at = heard_at        # the time of the last registration
 
 
-class Ddnet(Game):
+class Ddnet(PolledGame):
     """DDNet and its kin, the Teeworlds family, as captured from DDNet-Server 16.4.
 
     A game server registers by HTTP when it starts, every 15 s, and when it ends:
@@ -8359,7 +8403,14 @@ class Ddnet(Game):
     is kept before it comes back. A server registers each of its addresses, by 0.6 and 0.7, IPv4 and
     IPv6, with the same Secret. Those with one Secret are one server, which is listed under its
     first address. An address that is silent for DDNET_LIFETIME_S leaves, and with its last address
-    the server."""
+    the server.
+
+    Only servers that other masters list are queried. Their answers give all that is listed:
+
+        > 7865 1234 0000 ffffffff "gie3" 42     the nonce is 0x123442
+        < ffffffffffffffffffff "iext" "1193026" 00 "0.6.4, 16.4" 00 … "player 42" 00 …
+        < ffffffffffffffffffff "iex+" "1193026" 00 "1" 00 00 "player 43" 00 …      further clients
+        < ffffffffffffffffffff "inf3" "66" 00 …         of a server of another kind; 66 is 0x42"""
 
     game = "ddnet"
     title = "DDNet"
@@ -8377,7 +8428,8 @@ class Ddnet(Game):
     join_words = "or press F1 in the game and enter"
     join_line = "connect %(endpoint)s"
     # The second is a dict of DdnetAddress objects by address, which change without a change of the
-    # list. That of other masters' servers is empty
+    # list. That of other masters' servers is empty; of a found server it has the addresses that the
+    # other list names
     private = {"ddnet_registration": Private(None, read_ddnet_registration),
                "ddnet_addresses": Private(NO_DETAILS)}
     routes = {DDNET_SERVERS: Route("servers.json", JSON_TYPE)}
@@ -8385,9 +8437,11 @@ class Ddnet(Game):
     body_bytes = DDNET_INFO_BYTES
     announced_over = ""
     fetched_over = "http"
+    answer_bytes = 1400                 # the longest packet of the game
 
     def __init__(self, program=None):
         super().__init__(program)
+        self.registered = set()         # the addresses of all servers that have registered
         # A MAC of 7 bytes makes a challenge of at most 80 bytes, as the official one. A token is
         # good for two minutes at least, and for four at most
         self.cookie = Cookie(os.urandom(16), size=7, window_s=120.0)
@@ -8527,7 +8581,7 @@ class Ddnet(Game):
             fields = ddnet_attributes(registration["info"])
         if not is_there:
             other = self.registry.get(*key)
-            if other is not None and not other.master:
+            if other is not None and not other.master and not other.found_at:
                 # It is probably the same game server before it was started again
                 raise Refused("owner", "Secret: %s is listed with another one; a server that was "
                               "started again waits %d s" % (first_address, DDNET_LIFETIME_S))
@@ -8539,6 +8593,7 @@ class Ddnet(Game):
             **fields,
             "room": self.game,
             "verified": "handshake",
+            "ping_ms": None,            # another list may have named it until now
             "private": {"ddnet_registration": registration, "ddnet_addresses": addresses},
         })
         self.by_secret[registration["secret"]] = listed
@@ -8551,6 +8606,9 @@ class Ddnet(Game):
         return super().restored(stored)
 
     def resume(self, server):
+        if server.found_at:
+            super().resume(server)
+            return
         registration = self.registration(server)
         addresses = {}
         for text in registration["addresses"]:
@@ -8583,7 +8641,11 @@ class Ddnet(Game):
     def tick(self, now):
         """Remove the addresses that have been silent for too long, and count the bytes of infos."""
         self.large_bytes = Shares()
+        self.registered = set()
         for server in list(self.registry.games[self.game].values()):
+            if server.found_at:
+                continue
+            self.registered.update(self.registration(server)["addresses"])
             if server.master:
                 continue
             large_bytes = ddnet_large_bytes(self.registration(server)["info"])
@@ -8599,6 +8661,59 @@ class Ddnet(Game):
             if silent:
                 self.drop_addresses(server, silent)
         return []
+
+    # Servers that other masters list
+
+    def nonce(self):
+        return super().nonce() >> 8     # it has 24 bits
+
+    def question(self, target):
+        return DDNET_QUESTION.write(high=target.nonce >> 8, low=target.nonce & 0xff)
+
+    def read_answer(self, target, data):
+        kind = data[10:14]
+        token = target.nonce & 0xff if kind == b"inf3" else target.nonce
+        if not data.startswith(b"%s%s%d\0" % (DDNET_HEAD, kind, token)):
+            raise Malformed("not an answer to the open query")
+        try:
+            answer = read_ddnet_answer(kind, data[14:])
+            clients = answer["clients"]
+            begun = target.step
+            if begun and begun["token"] == answer["token"]:
+                answer = {**begun, "clients": begun["clients"] + clients}
+            fields = self.answered(target, answer)
+        except (LookupError, Malformed, ValueError) as error:
+            raise WrongAnswer("wrong or incomplete: %s" % error) from None
+        target.step = answer
+        awaited = min(answer.get("present", 0), 128)        # DDNet's servers have no more clients
+        # A server that is asked by many at once leaves out its clients. Our own `ping` needs none
+        if self.program and clients and len(answer["clients"]) < awaited:
+            raise AnswerGoesOn
+        return fields
+
+    def answers_so_far(self, target):
+        return target.step and self.answered(target, target.step)
+
+    def answered(self, target, answer):
+        """Return the attributes of Server that read_ddnet_answer() has found. Raise Malformed."""
+        info = read_ddnet_info(to_json({
+            **{name: answer.get(name) for name in DDNET_INFO},
+            "passworded": answer["flags"] & 1 == 1,
+            "map": {"name": answer["map"]},
+            "clients": first_values(answer["clients"], DDNET_FOUND_CLIENTS_BYTES)}))
+        address = self.rules.listed_address(target.address) if self.program else target.address
+        text = "tw-0.6+udp://" + endpoint_text(address, target.port)
+        registration = {"info": info, "serial": 0, "secret": "", "addresses": [text]}
+        found = target.found.fields if target.found else NO_DETAILS
+        return {
+            **ddnet_attributes(info),
+            "players": clamp(answer["players"]),
+            "private": {**found.get("private", NO_DETAILS), "ddnet_registration": registration}}
+
+    def admitted_game(self, source, fields):
+        if not self.registered.isdisjoint(fields["private"].get("ddnet_addresses", ())):
+            raise Refused("busy", "it has registered here by another address")
+        return self.game
 
     def http_error(self, request, status, hint):
         if request.route == DDNET_REGISTER:
@@ -8641,6 +8756,9 @@ class Ddnet(Game):
         entries = yield from fetched_json(DDNET_SERVERS, "servers")
         return read_entries(entries, read_ddnet_entry)
 
+    def found(self, entry):
+        return {"private": entry.get("private", NO_DETAILS)}
+
 
 def ddnet_entry(server):
     """Return the entry of a server in the list, in JSON."""
@@ -8656,12 +8774,12 @@ def ddnet_entry(server):
 
 
 def read_ddnet_entry(entry):
-    """Return one server of another master's list as a dict. It has the first address of its entry,
-    and only the clients that play are counted. Raise Malformed."""
+    """Return one server of another master's list as a dict. It has an IPv4 address if the entry has
+    any, and only the clients that play are counted. Raise Malformed."""
     try:
         info = entry["info"]
-        first_address, *_ = entry["addresses"]
-        address, port = ddnet_endpoint(first_address)
+        addresses = entry["addresses"][:DDNET_ADDRESSES]
+        address, port = min(map(ddnet_endpoint, addresses), key=lambda endpoint: ":" in endpoint[0])
         server = {
             **info,
             "address": address,
@@ -8672,7 +8790,8 @@ def read_ddnet_entry(entry):
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Malformed("an entry of the list: %r" % error) from None
-    return json_entry(server, "players", "max_players")
+    return {**json_entry(server, "players", "max_players"),
+            "private": {"ddnet_addresses": addresses}}
 
 
 # --- Cube 2: Sauerbraten and Red Eclipse ---------------------------------------------------------

@@ -499,6 +499,7 @@ class SettingsTest(unittest.TestCase):
                 ("luanti a.example", "luanti a.example", 27790),
                 ("luanti http://a.example", "luanti a.example:80", 80),
                 ("luanti https://a.example/list", "luanti https://a.example", 443),
+                ("ddnet https://a.example/ddnet/15/servers.json", "ddnet https://a.example", 443),
                 ("luanti https://a.example:5/", "luanti https://a.example:5", 5)):
             found, = ms.Settings({"upstream.masters": "\n%s\n\n%s\n" % (line, line)})[
                 "upstream.masters"]
@@ -6542,6 +6543,27 @@ DDNET_CHALLENGE_0_6 = (hexa("ffffffffffffffffffff") + b"chal"
                        b"f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.6/ipv4\0")
 DDNET_CHALLENGE_0_7 = (hexa("21 a37195fe ffffffffffffffff") + b"chal"
                        b"f5a9746f-b7ed-44bd-938f-7651b76f0227:tw0.7/ipv4\0")
+def ddnet_answer(kind: bytes, texts: bytes) -> bytes:
+    """A datagram of a DDNet server, with | for each NUL."""
+    return hexa("ffffffffffffffffffff") + kind + texts.replace(b"|", b"\0")
+
+
+# Captured from DDNet-Server 16.4, with no, three and 62 clients; it cuts the game type. The last is
+# the answer to the query of servers that are not DDNet's, which ends with the same byte
+DDNET_QUERY, DDNET_NONCE = hexa("7865 1234 0000 ffffffff 67696533 42"), 0x123442
+DDNET_NAMED = (b'1193026|0.6.4, 16.4|Te st "\xc3\xbc" <b>|Tutorial|-1924373370|1082711|'
+               b'TestDDraceNetwor|0|%d|62|%d|64||')
+DDNET_TWO = b"nameless tee||-1|-9999|1||\xc3\x84nn\xc3\xa4 <b>|C&A|276|-9999|1||"
+DDNET_MORE = [b"player %d|clan %d|%d|-9999|1||" % (number, number, number)
+              for number in range(2, 62)]
+DDNET_EMPTY = ddnet_answer(b"iext", DDNET_NAMED % (0, 0))
+DDNET_THREE = ddnet_answer(b"iext", DDNET_NAMED % (3, 3) + DDNET_TWO + DDNET_MORE[0])
+DDNET_FULL = (
+    ddnet_answer(b"iext", DDNET_NAMED % (62, 62) + DDNET_TWO + b"".join(DDNET_MORE[:41])),
+    ddnet_answer(b"iex+", b"1193026|1||" + b"".join(DDNET_MORE[41:])))
+DDNET_OLD = ddnet_answer(
+    b"inf3", b'66|0.6.4, 16.4|Te st "\xc3\xbc" <b> [3/64]|Tutorial|TestDDraceNetwor|0|3|16|3|16|'
+    b"nameless tee||-1|-9999|1|\xc3\x84nn\xc3\xa4 <b>|C&A|276|-9999|1|player 2|clan 2|2|-9999|1|")
 
 
 def ddnet_request(fields: str, body: bytes = b"") -> bytes:
@@ -6912,13 +6934,41 @@ DDNET_WRONG = [
     {"ddnet_registration": {**DDNET_STORED, name: value}} for name, values in {
         "info": ("", "{}", 5, None, ddnet_info(x="y" * 32_768).decode()),
         "serial": (1.5, None, True, "1"),
-        "secret": ("", None, "0" * 31, "0" * 33, "g" * 32, 5),
+        "secret": (None, "0" * 31, "0" * 33, "g" * 32, 5),
         "addresses": ([], None, [5], ["tw-0.6+udp://x:1"], ["tw-0.6+udp://203.0.113.9:1"] * 5,
                       ["http://203.0.113.9:8399"], "tw", {"a": 1})}.items() for value in values]
 
 
+def ddnet_reply(query: bytes, answer: bytes) -> bytes:
+    """This captured answer with the token of a query."""
+    token = int.from_bytes(query[2:4] + query[14:], "big")
+    answer = answer.replace(b"1193026\0", b"%d\0" % token)
+    return answer.replace(b"inf366\0", b"inf3%d\0" % query[14])
+
+
 class DdnetWorld(World):
     room, place, unheard = ms.Ddnet, ("203.0.113.9", 8399), "challenged"
+    nonce, question = DDNET_NONCE, DDNET_QUERY
+    answered = {
+        "name": 'Te st "\u00fc" <b>', "mode": "TestDDraceNetwor", "map": "Tutorial",
+        "version": "0.6.4, 16.4", "players": 3, "max_players": 62, "details": {"flags": ""},
+        "private": {"ddnet_registration": {
+            "serial": 0, "secret": "", "addresses": ["tw-0.6+udp://203.0.113.9:8399"],
+            "info": '{"max_clients":64,"max_players":62,"passworded":false,'
+                    '"game_type":"TestDDraceNetwor","name":"Te st \\"\u00fc\\" <b>",'
+                    '"map":{"name":"Tutorial"},"version":"0.6.4, 16.4","clients":['
+                    '{"name":"nameless tee","clan":"","country":-1,"score":-9999,"is_player":true},'
+                    '{"name":"\u00c4nn\u00e4 <b>","clan":"C&A","country":276,"score":-9999,'
+                    '"is_player":true},{"name":"player 2","clan":"clan 2","country":2,'
+                    '"score":-9999,"is_player":true}]}'}}}
+    wrong_answers = (
+        b"", DDNET_QUERY, DDNET_THREE[1:], DDNET_THREE[:-2], DDNET_THREE + b"x", DDNET_THREE[:60],
+        DDNET_THREE + b"a\0b\0", DDNET_FULL[1], DDNET_OLD.replace(b"66", b"67", 1),
+        DDNET_OLD.replace(b"66", b"1193026", 1), DDNET_THREE.replace(b"iext", b"dtsf"),
+        *(DDNET_THREE.replace(b"\0%s\0" % old, b"\0%s\0" % new, 1) for old, new in (
+            (b"62", b"65"), (b"62", b""), (b"62", b"2"), (b"64", b"-64"), (b"64", b"64.0"),
+            (b"0", b"x"), (b"276", b"9999999999"), (b"64", b"9" * 1300), (b"3", b"\xb3"))),
+        DDNET_THREE.replace(b"1193026", b"66"), DDNET_THREE.replace(b"1193026", b"-1193026"))
     listed = {"name": 'Te st "\u00fc" <b>', "mode": "TestDDraceNetwork", "map": "Tutorial",
               "version": "0.6.4, 16.4", "players": 0, "max_players": 64, "verified": "handshake"}
     lists = ((ms.DDNET_SERVERS, b'{"servers":[{"addresses":["tw-0.6+udp://203.0.113.9:8399"],'
@@ -6938,6 +6988,9 @@ class DdnetWorld(World):
                     return
                 fields %= self.sent.call_args[0][0].split(b"\0")[-2].decode()
             self.by_http(ddnet_request(fields, DDNET_INFO), self.place[0])
+
+    def reply(self, packet):
+        return ddnet_reply(packet, DDNET_THREE) if packet[:2] == b"xe" else b""
 
 
 # PROTOCOLS, section 10. Red Eclipse's bytes are captures of redeclipse-server 1.6.0
@@ -7181,13 +7234,15 @@ class EveryGame(unittest.TestCase):
             world.run(seconds)
             world.is_there = True
             world.run(1)
-            world.announce()
-            for _ in range(2):
-                world.run(40)
+            for _ in range(4):
+                world.announce()
+                world.run(20)
                 server, = world.servers()
-                target, = world.poller.targets.values()
-                self.assertEqual((server.found_at, target.why), ("", ms.ANNOUNCED))
+                self.assertEqual(server.found_at, "")
                 self.assertIsNone(world.find())
+            # DDNet's servers are not queried when they register
+            whys = [target.why for target in world.poller.targets.values()]
+            self.assertEqual(whys, [] if make is DdnetWorld else [ms.ANNOUNCED])
             self.assertEqual(world.registry.found.counts, {})
 
     @in_each((ZoneWorld, LuantiWorld))
@@ -10336,47 +10391,226 @@ class DdnetTest(WebCase):
             self.assertRaises(ms.Malformed, ms.read_ddnet_entry, wrong)
 
 
+class DdnetFound(unittest.TestCase):
+    """Servers that another master lists."""
+
+    HERE, HERE_6 = DdnetTest.HERE, DdnetTest.HERE_6
+    URLS = DdnetTest.URLS
+
+    def setUp(self):
+        self.world = DdnetWorld(poll__interval="10")
+
+    def find(self, *addresses, at=HERE):
+        fields = self.world.here.found({"private": {"ddnet_addresses": addresses}})
+        return self.world.here.query_found(ms.FoundServer(at, 8399, "up.example", fields))
+
+    def query(self):
+        """The queries of the next second, with the peers that get them."""
+        self.world.now += 1.0
+        self.world.here.tick(self.world.now)
+        return self.world.poller.tick(self.world.now)
+
+    def answer(self, queries, *answers):
+        """Deliver the datagrams of an answer to each query; why they are Malformed."""
+        reasons = []
+        for (query, peer), answer in itertools.product(queries, answers):
+            try:
+                self.world.poller.datagram(
+                    ddnet_reply(query, answer), peer, self.world.now + 0.02)
+            except ms.Malformed as error:
+                reasons.append(str(error))
+        return reasons
+
+    def listed(self):
+        """(found at, addresses, players, listed clients) of each server."""
+        listed = []
+        for server in self.world.servers():
+            registration = self.world.here.registration(server)
+            listed.append((server.found_at, registration["addresses"], server.players,
+                           len(json.loads(registration["info"])["clients"])))
+        return listed
+
+    def register(self, source=HERE, fields=DDNET_0_6):
+        self.world.place = source, 8399
+        self.world.announce()
+
+    def test_answers(self):
+        """(the datagrams, how many queries it takes, players, listed clients, wrong datagrams)"""
+        flooded = ddnet_answer(b"iext", DDNET_NAMED % (62, 62))
+        first, second = DDNET_FULL
+        unasked = "an answer that nobody asked for"
+        early = ["wrong or incomplete: 'flags'"]
+        for answers, queries, players, clients, reasons in (
+                ([DDNET_EMPTY], 1, 0, 0, []), ([DDNET_THREE], 1, 3, 3, []),
+                ([DDNET_THREE] * 2, 1, 3, 3, [unasked]), (DDNET_FULL, 1, 62, 62, []),
+                ([first, second, second], 1, 62, 62, [unasked]), ([DDNET_OLD], 1, 3, 3, []),
+                ([flooded], 1, 62, 0, []), ([first], 2, 62, 43, []),
+                ([second, first], 2, None, 0, (early + [unasked]) * 2),
+                ([second], 2, None, 0, early * 2), ([], 2, None, 0, [])):
+            self.setUp()
+            self.find(self.URLS[0]).phase = 0.9
+            told, count = [], 0
+            for _ in range(8):
+                asked = self.query()
+                count += len(asked)
+                told += self.answer(asked, *answers)
+            row = answers, queries
+            self.assertEqual((count, told), (queries, reasons), row)
+            self.assertEqual(self.listed(), [] if players is None else [
+                ("up.example", self.URLS[:1], players, clients)], row)
+            for server in self.world.servers():
+                self.assertEqual(server.ping_ms, None if queries == 2 else 20)
+
+    def test_forged_answers(self):
+        """Those from another place, with another token or to an older query; they are counted."""
+        self.find(self.URLS[0])
+        (query, peer), = self.query()
+        stale = ddnet_reply(b"xe" + bytes(13), DDNET_THREE)
+        for data, place in ((stale, peer), (DDNET_THREE, ("203.0.113.10", 8399)),
+                            (ddnet_reply(query, DDNET_THREE), (self.HERE, 8400))):
+            self.assertRaises(ms.Malformed, self.world.poller.datagram, data, place, 1.1)
+        self.assertEqual(self.listed(), [])
+        self.assertEqual(self.answer([(query, peer)], DDNET_THREE), [])
+        self.assertEqual(len(self.listed()), 1)
+
+    def test_what_a_server_may_claim(self):
+        """128 clients are waited for, some 8 kB of them are listed; all texts are cleaned."""
+        for present, client, datagrams, listed in (
+                (2_000_000_000, b"n|c|0|0|1||", 2, 130), (128, b'"n|c|0|0|1||', 2, 126),
+                (128, b"\xf0\x9f\x98\x80\x1b[1m" * 25 + b"|c\x01|0|0|1||", 22, 50)):
+            self.setUp()
+            self.find(self.URLS[0])
+            head = b"1193026|0.6|\xff\x1b[1mN\r\n|a\tb|0|0|\x7f|1|%d|%d|%d|%d||" % ((present,) * 4)
+            count = 1280 // len(client)
+            answers = [ddnet_answer(b"iext", head + client * count)]
+            answers += [ddnet_answer(b"iex+", b"1193026|1||" + client * count)] * (datagrams - 1)
+            queries = self.query()
+            self.answer(queries, *answers[:-1])
+            self.assertEqual(self.listed(), [])
+            self.assertEqual(self.answer(queries, answers[-1]), [])
+            server, = self.world.servers()
+            info = self.world.here.registration(server)["info"]
+            self.assertEqual((len(json.loads(info)["clients"]), len(info.encode()) <= 8400),
+                             (listed, True))
+            self.assertEqual((server.name, server.map, server.mode, server.details),
+                             ("\u00ffN", "a b", "", {"flags": "password"}))
+
+    def test_behind_our_router(self):
+        """It is listed at its public address."""
+        self.world = DdnetWorld(**{"address_map__192.168.1.5": self.HERE})
+        self.find(at="192.168.1.5")
+        self.answer(self.query(), DDNET_EMPTY)
+        self.assertEqual(self.listed(), [("up.example", self.URLS[:1], 0, 0)])
+
+    def test_registered_here_and_found_elsewhere(self):
+        """It is listed once, and its own registration wins, by whichever addresses; when that ends,
+        the server is found again."""
+        both = self.HERE, self.HERE_6
+        for (sources, at, addresses), is_found_first in itertools.product((
+                (both[:1], self.HERE, self.URLS[:1]), (both[:1], self.HERE, self.URLS),
+                (both[1:], self.HERE, self.URLS), (both[1:], self.HERE_6, self.URLS[2:]),
+                (both, self.HERE, self.URLS), (both, self.HERE_6, self.URLS[2:])), (False, True)):
+            row = sources, at, addresses, is_found_first
+            self.setUp()
+
+            def fetch_and_poll():
+                self.find(*addresses, at=at)
+                for _ in range(12):
+                    self.answer(self.query(), DDNET_THREE)
+                return [found_at for found_at, *_ in self.listed()]
+
+            if is_found_first:
+                self.assertEqual(fetch_and_poll(), ["up.example"])
+            for source in sources:
+                self.register(source)
+            self.assertEqual(fetch_and_poll(), [""], row)
+            server, = self.world.servers()
+            self.assertEqual((server.ping_ms, server.verified, server.address),
+                             (None, "handshake", sources[0]))
+            self.assertEqual(self.world.poller.targets, {})
+            for event, server in self.leave():
+                self.world.here.gone(server)
+            self.assertEqual((self.listed(), fetch_and_poll()), ([], ["up.example"]), row)
+
+    def leave(self):
+        changes_of(self.world.registry)
+        for server in self.world.servers():
+            self.world.registry.remove_own(server)
+        return changes_of(self.world.registry)
+
+
 DDNET_SERVER = "/usr/games/DDNet-Server"
 
 
 @unittest.skipUnless(os.path.exists(DDNET_SERVER), "no DDNet-Server here")
 class DdnetOnTheWire(unittest.TestCase):
-    def test_a_real_server(self):
-        """Listed with two addresses, kept by a restart of the master, gone when stopped."""
+    def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        database = os.path.join(folder.name, "db")
+        self.folder = folder.name
 
-        def start_master():
-            server = master(http__ports=str(port), server__database=database,
-                            limits__exempt="127.0.0.0/8")
-            server.start()
-            self.addCleanup(server.stop)
-            return server
+    def start_master(self, port, **settings):
+        server = master(http__ports=str(port), limits__exempt="127.0.0.0/8", **settings)
+        server.start()
+        self.addCleanup(server.stop)
+        return server
 
-        def entries():
-            return json.loads(fetch(port, ms.DDNET_SERVERS)[2].decode())["servers"]
-
-        port = free_port()                  # the second master has that of the first one
-        game_port = free_port()
-        server = start_master()
+    def start_game(self, server, port):
+        """A game server on this port that registers with a master."""
         game = subprocess.Popen(
-            [DDNET_SERVER, "sv_port %d" % game_port, "sv_name A real one",
+            [DDNET_SERVER, "sv_port %d" % port, "sv_name A real one",
              *block_of(server, "ddnet").splitlines()],
-            cwd=folder.name, env={**os.environ, "HOME": folder.name}, stdout=subprocess.DEVNULL,
+            cwd=self.folder, env={**os.environ, "HOME": self.folder}, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL)
         self.addCleanup(game.wait)
         self.addCleanup(game.kill)
+        return game
+
+    def test_a_real_server(self):
+        """Listed with two addresses, kept by a restart of the master, gone when stopped."""
+        def entries():
+            return json.loads(fetch(port, ms.DDNET_SERVERS)[2].decode())["servers"]
+
+        database = os.path.join(self.folder, "db")
+        port = free_port()                  # the second master has that of the first one
+        game_port = free_port()
+        server = self.start_master(port, server__database=database)
+        game = self.start_game(server, game_port)
         addresses = ["tw-0.%d+udp://127.0.0.1:%d" % (version, game_port) for version in (6, 7)]
         eventually(lambda: [entry["addresses"] for entry in entries()] == [addresses])
         self.assertEqual(entries()[0]["info"]["name"], "A real one")
         server.stop()
-        server = start_master()
+        server = self.start_master(port, server__database=database)
         self.assertEqual([entry["addresses"] for entry in entries()], [addresses])
         restored, = server.registry.servers()
         self.assertFalse(restored.confirmed)
         game.send_signal(signal.SIGINT)
         eventually(lambda: entries() == [])
+
+    def test_a_real_server_that_another_master_lists(self):
+        """The second master lists it when it has answered, until it does not."""
+        game_port = free_port()
+        hurry = mock.patch.object(ms, "TICK_S", 0.1)
+        hurry.start()
+        self.addCleanup(hurry.stop)
+        first = self.start_master(0)
+        game = self.start_game(first, game_port)
+        eventually(lambda: first.registry.total == 1)
+        place = "127.0.0.1:%d" % port_of(first, "http")
+        second = self.start_master(0, upstream__masters="ddnet " + place)
+        second.poller.interval = 0.5
+        eventually(lambda: second.registry.total == 1)
+        entry, = json.loads(fetch(port_of(second, "http"), ms.DDNET_SERVERS)[2].decode())["servers"]
+        self.assertEqual(entry["addresses"], ["tw-0.6+udp://127.0.0.1:%d" % game_port])
+        self.assertEqual((entry["info"]["name"], entry["info"]["max_clients"]), ("A real one", 64))
+        found, = second.registry.servers()
+        self.assertEqual((found.verified, found.found_at), ("query", place))
+        status, out, err = command("ping", "--game", "ddnet", "127.0.0.1:%d" % game_port)
+        self.assertRegex(out, "(?m)^name +A real one$")
+        self.assertEqual((status, err), (0, ""))
+        game.kill()
+        with mock.patch.object(ms.Ddnet, "timeout_s", 0.2):     # now that it does not answer
+            eventually(lambda: second.registry.total == 0)
 
 
 # --- Countries -----------------------------------------------------------------------------------
@@ -15620,9 +15854,12 @@ class OtherMastersLists(unittest.TestCase):
     def luanti(self, *entries: bytes) -> List[ms.FoundServer]:
         """What is found in a list with these entries."""
         answer = b'HTTP/1.0 200 OK\r\n\r\n{"total":{},"list":[%s]}' % b",".join(entries)
-        serve = scripted(b"", b"GET /list HTTP/1.0\r\nHost: ", answer)
+        return self.found("luanti", b"/list", answer)
+
+    def found(self, game: str, path: bytes, answer: bytes) -> List[ms.FoundServer]:
+        serve = scripted(b"", b"GET %s HTTP/1.0\r\nHost: " % path, answer)
         with FakeServer(serve=serve) as fake:
-            upstream, = ms.read_upstreams("luanti " + fake.place)
+            upstream, = ms.read_upstreams("%s http://%s%s" % (game, fake.place, path.decode()))
             servers, _ = ms.fetch_upstream(upstream, set(), collections.OrderedDict(), 100)
             self.assertEqual({server.found_at for server in servers} - {fake.place}, set())
             return servers
@@ -15644,6 +15881,32 @@ class OtherMastersLists(unittest.TestCase):
         # The official list lacks what our own adds
         less = json.dumps({key: whole[key] for key in whole if key not in ms.LUANTI_COMPUTED})
         self.assertEqual([server.port for server in self.luanti(*bad, less.encode())], [36302])
+
+    def test_ddnet_servers(self) -> None:
+        """Of each entry one address is asked, IPv4 if it has any. What is wrong is left out."""
+        def listed(*entries: Any) -> List[Tuple[Any, ...]]:
+            answer = b'HTTP/1.0 200 OK\r\n\r\n{"servers":%s}' % json.dumps(entries).encode()
+            found = self.found("ddnet", ms.DDNET_SERVERS.encode(), answer)
+            return sorted((server.address, server.port, server.fields) for server in found)
+
+        urls, info = DdnetTest.URLS, json.loads(DDNET_INFO)
+        for addresses, address in ((urls[:1], DdnetTest.HERE), (urls[2:], DdnetTest.HERE_6),
+                                   (urls[::-1], DdnetTest.HERE), (urls * 2, DdnetTest.HERE)):
+            (found_address, port, fields), = listed({"addresses": addresses, "info": info})
+            self.assertEqual((found_address, port), (address, 8399))
+            # Nothing else of the entry is used: the game server's answer says it
+            self.assertEqual(fields, {"private": {"ddnet_addresses": addresses[:4]}})
+        wrong = [5, None, [], "x", {}, {"addresses": urls}, {"info": info}]
+        wrong += [{"addresses": addresses, "info": info} for addresses in (
+            5, None, [], {}, "tw", urls[0], [5], [urls], [None, urls[0]],
+            ["tw-0.8+udp" + urls[0][10:]],
+            *([urls[0].replace("8399", port)] for port in ("0", "65536", "-1", "x", "")),
+            *([urls[0].replace(DdnetTest.HERE, host)] for host in (
+                "", "a.example", "203.0.113.256", "0.0.0.0", "224.0.0.1", "255.255.255.255",
+                "[::]", "[ff02::1]", "2001:db8::9", "x" * 9999)))]
+        wrong += [{"addresses": urls, "info": value} for value in (5, None, [], "x", {
+            **info, "clients": 5}, {**info, "map": "x"}, {**info, "max_players": []})]
+        self.assertEqual(len(listed(*wrong, {"addresses": urls, "info": info})), 1)
     @needs_openssl
     def test_by_https(self) -> None:
         """Only from a host whose certificate is right."""
