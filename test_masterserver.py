@@ -7475,8 +7475,7 @@ class FoundServersTest(unittest.TestCase):
         world.find()
         world.run(3)
         world.here.announced("192.168.1.5", world.place[1], {}, world.now)
-        for _ in range(80):
-            world.run(1)
+        world.run(80)
         server, = world.servers()
         self.assertEqual((server.source, server.found_at), ("192.168.1.5", ""))
         target, = world.poller.targets.values()
