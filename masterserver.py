@@ -9166,7 +9166,7 @@ $head</head>
 <body>
 <header>
 <div class="row"><h1>$logo$title</h1>
-$links</div>
+<nav class="links" aria-label="Site">$links</nav></div>
 <div class="row">$intro$totals</div>
 </header>
 <main>
@@ -9182,7 +9182,8 @@ PAGE = """\
 $head</head>
 <body>
 <header class="row"><a class="home" href="/">$logo$title</a>
-$links</header>
+<nav class="links" aria-label="Site"><a href="/">Servers</a>
+$links</nav></header>
 <main>
 <p id="status" role="status"></p>
 $main</main>
@@ -9206,10 +9207,9 @@ $link<link rel="icon" href="/icon" type="$icon_type">
 
 LOGO = '<img class="logo" src="/icon" alt="">'
 LINKS = """\
-<nav class="links" aria-label="Site"><a href="/games">Games</a>
+<a href="/games">Games</a>
 <a href="/add">Add your server</a>
-$links</nav>
-"""
+$links"""
 
 FOOT = """\
 <footer>
@@ -9829,7 +9829,7 @@ img { max-width: 100%; height: auto; }
 .links a { color: var(--soft); text-decoration: none; }
 .links a:hover { color: var(--accent); text-decoration: underline; }
 /* A line before the operator's own */
-.links a:nth-child(3) { padding-left: 1.75rem; border-left: 1px solid var(--line); }
+.links [href="/add"] + a { padding-left: 1.75rem; border-left: 1px solid var(--line); }
 .blocks {
   display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr));
   gap: 2rem 3rem; margin-top: 1.5rem;

@@ -5518,6 +5518,7 @@ class PagesTest(unittest.TestCase):
                 '<nav aria-label="Links"><a href="https://h.example/i?a&amp;b">Imprint</a>\n'
                 '</nav>\n</footer>'), '<img class="logo" src="/icon" alt="">Open Game Masters</',
                 '<link rel="icon" href="/icon" type="image/png">')
+        self.holds(page_of(web, "/check"), '<a href="/">Servers</a>\n<a href="/games">Games</a>')
         self.holds(page_of(web),
                    'See <a href="https://h.example/x_(y)">https://h.example/x_(y)</a>, or '
                    '(<a href="http://b.example/a?b=">http://b.example/a?b=</a>&lt;c&gt;).</p>')
