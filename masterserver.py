@@ -7722,8 +7722,10 @@ class Quake3(PolledGame, UdpProtocol):
         players = []
         for score, raw_name in QUAKE3_PLAYER.findall(lines):        # without one that is cut off
             name = quake3_name(decode_legacy(raw_name))
-            is_watching = score == b"-666"      # the score of a spectator in DarkPlaces
-            players.append(Player(name, "", None if is_watching else int(score), None, is_watching))
+            player = Player(name, score=int(score))
+            if player.score == -666:            # a spectator in DarkPlaces
+                player = Player(name, is_watching=True)
+            players.append(player)
         self.statuses[endpoint] = status._replace(players=players)
         status.server.entry_cache = None        # the search looks for players too
         return True
@@ -9790,8 +9792,8 @@ h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 #players:empty { display: none; }
 .names { columns: 10rem; margin: 0; padding: 0; list-style: none; }
 .names li, dl div, #players td { padding: .25rem 0; border-bottom: 1px solid var(--line); }
+#players :is(th, td) { min-width: 4.5rem; padding-left: 0; overflow-wrap: anywhere; }
 #players :is(th, td):not(:last-child) { padding-right: 1.25rem; }
-#players :is(th, td):first-child { padding-left: 0; overflow-wrap: anywhere; }
 #players :is(th, td):last-child { padding-right: 0; text-align: right; white-space: nowrap; }
 dl { max-width: 48rem; margin: 0; }
 dl div { display: flex; gap: 1.5rem; }

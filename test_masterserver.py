@@ -6138,6 +6138,17 @@ class BrowserTest(BrowserCase):
         self.assertEqual(self.js("document.activeElement.className"), "copy")
         self.assertEqual(len(self.all("#facts .copy")), 1)
 
+    def test_players_come_and_go(self):
+        playing = {"clients_list": []}
+        server = make_server("luanti", private={"luanti_announcement": playing})
+        self.site.servers = [server]
+        self.open(link_to(server))
+        for names in [], ["Ann", "Bob"], ["Bob"], []:
+            playing["clients_list"] = names
+            self.refresh()
+            self.assertEqual(self.all("#players li"), names)
+            self.assertEqual(self.of("#players", "offsetHeight") > 0, names != [])
+
     def test_tabs_countries_and_the_empty_state_come_and_go(self):
         one, other = make_server(country="de"), make_server(game="aio", address="192.0.2.2")
         self.site.servers = []
@@ -6338,6 +6349,41 @@ class LayoutTest(BrowserCase):
                 const hit = document.elementFromPoint(
                     box.left + box.width / 2, box.top + box.height / 2);
                 [hit.tagName, hit.className]}""" % selector))
+
+    def test_a_server_s_page(self):
+        """The number at the right of the title, the chart as wide as the page, players beside the
+        facts; on a phone one below the other. Hostile names stay within."""
+        names = [ms.clean(text, 32) for text in HOSTILE]
+        clients = [ddnet_client(name, clan=name, score=-(1 << 31) + 1, is_player=index > 0)
+                   for index, name in enumerate(names * 3)]
+        registration = {"info": ddnet_info(clients=clients, game_type="CTF").decode(),
+                        "addresses": ["tw-0.6+udp://192.0.2.1:27790"]}
+        table = make_server("ddnet", players=65_535, max_players=65_535,
+                            private={"ddnet_registration": registration})
+        names_alone = make_server(
+            "luanti", private={"luanti_announcement": {"clients_list": names}})
+        self.site.servers = [table, names_alone, make_server()]
+        for server, width in itertools.product(self.site.servers, (320, 390, 768, 1280, 1920)):
+            self.browser.resize(width, dark=width == 1280)
+            if width == 320:
+                self.open(link_to(server))
+            self.assertLessEqual(self.of("html", "scrollWidth"), width)
+            boxes = self.js("""['main', 'h1', '.totals', '.chart .grid', '#players', '#facts']
+                .map(part => document.querySelector(part).getBoundingClientRect())
+                .map(({left, right, top, bottom}) => ({left, right, top, bottom}))""")
+            main, title, count, grid, players, facts = boxes
+            is_wide = width >= 768
+            self.assertEqual(count["left"] > title["right"], is_wide, width)
+            self.assertLessEqual(count["right"], main["right"])
+            self.assertGreater(grid["right"] - grid["left"], main["right"] - main["left"] - 120)
+            if server is self.site.servers[-1]:
+                self.assertEqual(players["right"], 0, "nobody is known to play")
+                continue
+            self.assertEqual(facts["left"] > players["right"], is_wide)
+            self.assertEqual(facts["top"] > players["bottom"], not is_wide)
+            for left, right, height in self.js(EDGES % "#players :is(th, td, li)"):
+                self.assertTrue(0 <= left < right <= width and height < 300, (width, left, right))
+            self.assertFalse(any(self.all("#players :is(td, li)", "scrollWidth > it.clientWidth")))
 
     def test_banner_on_its_page_and_alone(self):
         server = self.site.servers[0]
