@@ -7195,7 +7195,7 @@ QUAKE3_GAME_OF_PROTOCOL = {
     "72": "et", "80": "et", "83": "et", "84": "et"}
 # The line of a player in a statusResponse: score, ping, and name. Some games add the team before or
 # after the name
-QUAKE3_PLAYER = re.compile(rb'^(-?[0-9]{1,9}) [-0-9 ]*"(.*)".*\n', re.MULTILINE)
+QUAKE3_PLAYER = re.compile(rb'^(-?[0-9]{1,9}) [-0-9 ]*"([^"\n]*)"', re.MULTILINE)
 # While somebody looks at a server's page, it is asked who plays once in this time. If nobody does
 # for twice as long, the answer is forgotten
 QUAKE3_STATUS_S = 15.0
@@ -7285,7 +7285,7 @@ class Quake3Status(NamedTuple):
 
     server: Server
     asked_at: float                     # seconds of the monotonic clock
-    challenge: bytes                    # of the last getstatus
+    challenge: bytes                    # of the last getstatus; b"" once that is answered
     players: Sequence[Player]
 
 
@@ -7714,7 +7714,7 @@ class Quake3(PolledGame, UdpProtocol):
 
     def take_players(self, endpoint, data):
         status = self.statuses.get(endpoint)
-        if status is None or not data.startswith(QUAKE3_STATUS):
+        if status is None or not status.challenge or not data.startswith(QUAKE3_STATUS):
             return False
         info, _, lines = data[len(QUAKE3_STATUS):].partition(b"\n")
         if b"\\challenge\\%s\\" % status.challenge not in info + b"\\":
@@ -7726,7 +7726,7 @@ class Quake3(PolledGame, UdpProtocol):
             if player.score == -666:            # a spectator in DarkPlaces
                 player = Player(name, is_watching=True)
             players.append(player)
-        self.statuses[endpoint] = status._replace(players=players)
+        self.statuses[endpoint] = status._replace(challenge=b"", players=players)
         status.server.entry_cache = None        # the search looks for players too
         return True
 
