@@ -9691,8 +9691,7 @@ abbr {
   .board tr:not(:hover) .star:not([aria-pressed=true], :focus-visible) { opacity: 0; }
 }
 .hint { margin: 3rem 0; max-width: 46rem; }
-.hint p + p { margin-top: 1rem; }
-.note { color: var(--soft); font-size: .875rem; }
+.hint p + p, .hint .note { margin-top: 1rem; }
 pre {
   margin: .25rem 0 1rem; padding: .75rem 1rem; border-left: 2px solid var(--accent);
   background: var(--raised); white-space: pre-wrap;
@@ -9838,7 +9837,7 @@ img { max-width: 100%; height: auto; }
 }
 .lead + .tabs { margin-top: 1rem; }
 .blocks section { min-width: 0; margin: 0; scroll-margin-top: 1rem; }
-.blocks p { color: var(--soft); font-size: .875rem; }
+.blocks p, .note { color: var(--soft); font-size: .875rem; }
 .blocks pre { position: relative; margin: .25rem 0 .5rem; padding-right: 2.5rem; }
 .blocks .copy { position: absolute; right: .5rem; top: .75rem; }
 .join { margin-top: 1rem; }
@@ -10039,28 +10038,24 @@ function viewQuery() {
 }
 
 function keepView() {
-  const query = viewQuery(), search = String(query) && '?' + query;
+  const query = viewQuery(), sorting = viewQuery(), search = String(query) && '?' + query;
   const address = search.replaceAll('%2C', ',');
   if (address !== location.search) history.replaceState(null, '', location.pathname + address);
+  const by = view.sort.replace('-', '') || 'players';
+  const direction = view.sort === by ? 'ascending' : 'descending';
+  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
+    const sorts = head.dataset.sorts.split(',');
+    sorting.set('sort', sorts[(sorts.indexOf(view.sort) + 1) % sorts.length]);
+    head.firstChild.href = '/?' + sorting;
+    if (COLUMNS[index] === by) head.setAttribute('aria-sort', direction);
+    else head.removeAttribute('aria-sort');
+  }
+  for (const choice of document.querySelectorAll('#search select')) choice.value = view.sort;
   for (const link of document.querySelectorAll('#tabs a:not(.starred)')) {
     const game = new URL(link.href).searchParams.get('game');
     game ? query.set('game', game) : query.delete('game');
     link.href = '/?' + query;
   }
-}
-
-function tellSort() {
-  const by = view.sort.replace('-', '') || 'players', query = viewQuery();
-  const direction = view.sort === by ? 'ascending' : 'descending';
-  for (const [index, head] of [...table.tHead.rows[0].cells].entries()) {
-    const sorts = head.dataset.sorts.split(',');
-    query.set('sort', sorts[(sorts.indexOf(view.sort) + 1) % sorts.length]);
-    head.firstChild.href = '/?' + query;
-    if (COLUMNS[index] === by) head.setAttribute('aria-sort', direction);
-    else head.removeAttribute('aria-sort');
-  }
-  const choice = document.querySelector('#search select');
-  if (choice) choice.value = view.sort;
 }
 
 function textsOf(row) {             // is read once, until the row changes
@@ -10132,6 +10127,7 @@ document.addEventListener('click', event => {
   view.sort = new URL(heading.href).searchParams.get('sort');
   show();
   keepView();
+  if (capped) refresh();            // other rows come first
 });
 
 document.addEventListener('click', event => {
@@ -10181,7 +10177,6 @@ function show() {
   }
   table.hidden = !order.some(row => !row.hidden);
   if (!table.hidden) document.querySelector('#empty').replaceChildren();
-  tellSort();
   tellStarred();
   tellStatus();
 }
@@ -10217,7 +10212,7 @@ function tellStatus() {
 function source(search = capped) {
   if (!table) return location.pathname + location.search;
   const query = new URLSearchParams(), now = viewQuery();
-  for (const key of search ? ['game', 'q', 'players_min', 'country', 'hide'] : ['game'])
+  for (const key of search ? ['game', 'q', 'players_min', 'country', 'hide', 'sort'] : ['game'])
     if (now.get(key)) query.set(key, now.get(key));
   return location.pathname + (String(query) && '?' + query);
 }
@@ -10763,9 +10758,8 @@ def game_tabs(context, counts, list_filter):
 
 
 def render_game_tabs(context, counts, list_filter):
-    """Return the game_tabs() of all games together, of those that have servers, by their numbers in
-    `counts`, and of the chosen one. With only one game nobody needs a choice, and there are none.
-    """
+    """Return the game_tabs() of all games together, of the chosen one, and of those that have
+    servers, by their numbers in `counts`. With only one game nobody needs a choice."""
     tabs = game_tabs(
         context, {list_filter.game: 0, "": sum(counts.values()), **counts}, list_filter)
     has_choice = len(tabs) > 2

@@ -5915,6 +5915,16 @@ class BrowserTest(BrowserCase):
             found = [int(re.match("[0-9]+", text).group()) for text in self.cells(1)]
             heads = self.all("th", "getAttribute('aria-sort')")
             self.assertEqual((found, heads[1], self.link()), (shown, head, link))
+        self.addCleanup(setattr, ms, "PAGE_ROWS", 2000)
+        ms.PAGE_ROWS = 10                               # of all servers, not of those in the page
+        names = sorted([server.name for server in self.site.servers], key=str.lower)
+        self.open()
+        self.click("th a")
+        eventually(lambda: self.names() == names[:10])
+        self.assertEqual(self.of("select", "value"), "name")
+        self.assertIn("sort=name&game=aio", self.of("#tabs a:last-child", "href"))
+        ms.PAGE_ROWS = 2000
+        self.open()
         self.js("window.stays = true; document.querySelectorAll('th a')[6].focus()")
         for sign in 1, -1:
             self.browser.press("Enter", 13, "\r")
