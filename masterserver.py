@@ -9259,7 +9259,7 @@ TABLE = """\
 $rows</tbody>
 </table>
 <p class="legend" id="legend" data-live>$legend</p>
-<div id="empty" data-live>$empty</div>
+<div id="hint" data-live>$hint</div>
 """
 
 # What stands for the words of render_badges() in a row of the list, 12 pixels wide
@@ -10083,7 +10083,7 @@ async function askMaster() {
   const page = new DOMParser().parseFromString(await answer.text(), 'text/html');
   const found = new Map(rowsOf(page).map(row => [keyOf(row), row.dataset.with]));
   for (const row of order) if (found.get(keyOf(row))) row.dataset.with = found.get(keyOf(row));
-  document.querySelector('#empty').replaceChildren(...page.querySelector('#empty').childNodes);
+  document.querySelector('#hint').replaceChildren(...page.querySelector('#hint').childNodes);
   show();
 }
 
@@ -10176,7 +10176,7 @@ function show() {
     else body.insertBefore(row, place);
   }
   table.hidden = !order.some(row => !row.hidden);
-  if (!table.hidden) document.querySelector('#empty').replaceChildren();
+  if (!table.hidden) document.querySelector('#hint').replaceChildren();
   tellStarred();
   tellStatus();
 }
@@ -10398,7 +10398,7 @@ if (table) {
   capped = +table.dataset.matching > order.length;
   const form = document.querySelector('#search');
   if (form) startSearch(form);      // an operator's own template may have none
-  lastParts.set('empty', '');       // a page with all rows leaves what was found elsewhere
+  lastParts.set('hint', '');        // a page with all rows leaves what was found elsewhere
   keepView();
   show();
   if (chooses()) refresh();         // the page came filtered: fetch all rows
@@ -10853,9 +10853,9 @@ def render_headings(list_filter):
     return headings
 
 
-def render_table(list_filter, rows, matching, listed, classes, empty):
+def render_table(list_filter, rows, matching, listed, classes, hint):
     """Return the table with these rows of the servers that pass a ListFilter, of all that are
-    listed. Without rows `empty` says why."""
+    listed. Without rows the hint says why."""
     symbols = []
     for badge, drawing in SIGNS.items():
         symbols.append('<symbol id="s-%s" viewBox="0 0 12 12">%s</symbol>' % (
@@ -10870,20 +10870,18 @@ def render_table(list_filter, rows, matching, listed, classes, empty):
         headings=render_headings(list_filter),
         rows=rows,
         legend=render_legend(rows),
-        empty=empty)
+        hint=hint)
 
 
-def render_empty(list_filter, contacts):
-    """Return how to get servers into an empty list, with the blocks of `contacts`.
+def render_hint(context, list_filter, listed, contacts, other_matches):
+    """Return why no server is shown: how to get servers into an empty list, with the blocks of
+    `contacts`; or what was asked in vain of the `listed` ones, and how many of other games match.
 
     It is left out of a page that has servers. Hiding it by the style sheet would not do, because
     text browsers show hidden elements too."""
-    add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
-    return fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
-
-
-def render_no_match(context, list_filter, listed, other_matches):
-    """Return what was asked in vain of the `listed` servers, and how many of other games match."""
+    if not listed:
+        add = "/add?game=" + urllib.parse.quote(list_filter.game) if contacts else "/add"
+        return fill_template(EMPTY, blocks=render_blocks(contacts), add=add)
     title = context.games.get(list_filter.game)
     tabs = game_tabs(context, other_matches, list_filter)
     return fill_template(
@@ -10897,9 +10895,8 @@ def render_no_match(context, list_filter, listed, other_matches):
 
 def search_text(list_filter):
     """Return a ListFilter in words: "“gctf berlin”, without empty and full servers."."""
-    parts = []
-    if list_filter.text or list_filter.name:
-        parts.append("“%s”" % (list_filter.text or list_filter.name))
+    text = list_filter.text or list_filter.name
+    parts = ["“%s”" % text] if text else []
     hidden = [words.partition(" ")[2] for word, words in HIDE if word in list_filter.hide]
     if hidden:
         parts.append("without %s servers" % " and ".join(hidden))
@@ -10907,8 +10904,8 @@ def search_text(list_filter):
         parts.append("with %s or more" % count_text(list_filter.players_min, "player"))
     if list_filter.countries:
         parts.append("in " + " or ".join(map(country_name, list_filter.countries)))
-    text = ", ".join(parts)
-    return text[0].upper() + text[1:] + "."
+    sentence = ", ".join(parts) + "."
+    return sentence[0].upper() + sentence[1:]
 
 
 def render_rows(context, servers, hourly_players, epoch, wall, text):
@@ -12354,13 +12351,12 @@ def get_page(web, request):
         shown = servers[:PAGE_ROWS]
         rows = render_rows(look, shown, web.hourly_players, web.epoch, now + web.epoch,
                            list_filter.text)
-        empty = ""
-        if not listed:
-            empty = render_empty(list_filter, contacts)
-        elif not servers:
-            elsewhere = web.matching_servers(list_filter._replace(game="")) if game else ()
-            other_matches = collections.Counter([server.game for server in elsewhere])
-            empty = render_no_match(look, list_filter, len(listed), other_matches)
+        hint = ""
+        if not servers:
+            everywhere = list_filter._replace(game="")
+            elsewhere = web.matching_servers(everywhere) if game and listed else ()
+            matches = collections.Counter([server.game for server in elsewhere])
+            hint = render_hint(look, list_filter, len(listed), contacts, matches)
         return render_page(
             look,
             look.games.get(game),
@@ -12372,7 +12368,7 @@ def get_page(web, request):
             tabs=render_game_tabs(look, counts, list_filter),
             search=render_search(list_filter, countries, len(servers), len(listed)),
             table=render_table(list_filter, rows, len(servers), len(listed),
-                               left_out_columns(look, shown, game), empty))
+                               left_out_columns(look, shown, game), hint))
 
     if game and list_filter == ListFilter(game) and not web.registry.games.get(game):
         # The blocks name the host as the client does, so this page is for no other client

@@ -5892,7 +5892,7 @@ class BrowserTest(BrowserCase):
             self.site.asked.clear()
             self.type("[name=q]", "n", "no", "nobody")
             self.says("0 of 63 servers")
-            eventually(lambda: self.of("#empty h2") == "No server matches")
+            eventually(lambda: self.of("#hint h2") == "No server matches")
         eventually(lambda: self.site.asked)
         self.assertEqual([asked for asked, _ in self.site.asked], ["/?q=nobody"],
                          "once, when typing ended")
@@ -6019,19 +6019,19 @@ class BrowserTest(BrowserCase):
             self.assertEqual(self.names(), ["Somewhere"])
             for text, heading in ("nobody", "“nobody”."), ("nobod", "“nobod”."):
                 self.type("[name=q]", text)
-                eventually(lambda: self.of("#empty p") == heading)
+                eventually(lambda: self.of("#hint p") == heading)
                 self.assertEqual(self.all("#servers, .legend", "checkVisibility()"), [False] * 2)
             self.refresh()
-            self.assertEqual(self.of("#empty p"), heading)
+            self.assertEqual(self.of("#hint p"), heading)
             self.type("[name=q]", "somewhere")
-            eventually(lambda: self.names() == ["Somewhere"] and self.of("#empty *") is None)
+            eventually(lambda: self.names() == ["Somewhere"] and self.of("#hint *") is None)
             self.type("[name=q]", "nobody")
-            eventually(lambda: self.of("#empty p") == "“nobody”.")
+            eventually(lambda: self.of("#hint p") == "“nobody”.")
             if most == 2000:
                 self.type("[name=q]", "")
-                self.assertIsNone(self.of("#empty *"))
+                self.assertIsNone(self.of("#hint *"))
                 self.type("[name=q]", "nobody")
-            for clear in "#clear a", "#empty a":
+            for clear in "#clear a", "#hint a":
                 self.open(self.link())
                 self.says("0 of ")
                 self.assertGreater(self.of(clear, "offsetHeight"), 0)
@@ -6053,18 +6053,18 @@ class BrowserTest(BrowserCase):
         self.click("[value=nl]")
         self.type("[name=players_min]", "1")
         self.type("[name=q]", "only here")
-        texts = "['.filters summary', '#status', '#empty'].map(it => document.querySelector(it)"
-        eventually(lambda: "In other games" in self.of("#empty"))
+        texts = "['.filters summary', '#status', '#hint'].map(it => document.querySelector(it)"
+        eventually(lambda: "In other games" in self.of("#hint"))
         by_script = self.js(texts + ".textContent)")
         self.assertEqual(by_script[0], "Filters · 2")
         self.assertTrue(self.of("#clear", "checkVisibility()"))
-        self.assertEqual(self.all("#empty .tabs a", "getAttribute('href')"), [
+        self.assertEqual(self.all("#hint .tabs a", "getAttribute('href')"), [
             "/?game=%s&q=only+here&players_min=1&hide=password" % game])
         self.browser.call("Emulation.setScriptExecutionDisabled", value=True)
         self.addCleanup(self.browser.call, "Emulation.setScriptExecutionDisabled", value=False)
         self.open(self.link())
         self.assertEqual(self.js(texts + ".textContent)"), by_script)
-        self.click("#empty .tabs a")
+        self.click("#hint .tabs a")
         self.expect(lambda server: server.name == "Only here")
 
     def test_favourites_and_order(self):
@@ -6177,7 +6177,7 @@ class BrowserTest(BrowserCase):
                                        ("#countries", one in servers),
                                        ("th:nth-child(6)", one in servers)):
                 self.assertEqual(self.of(selector, "offsetHeight") > 0, bool(is_shown), selector)
-        self.assertEqual(self.all("#empty .play"), ["Add your server"])
+        self.assertEqual(self.all("#hint .play"), ["Add your server"])
 
     def test_master_away(self):
         server = self.site.servers[8]
