@@ -9214,11 +9214,12 @@ LINKS = """\
 $links"""
 
 FOOT = """\
-<footer>
-<nav aria-label="More"><a href="/add">Add your server</a>
+<footer class="row">
+<nav class="links" aria-label="More"><a href="/add">Add your server</a>
 <a href="/games">Games</a> <a href="/check">Is my server listed?</a>
-<a href="/servers.json">JSON</a> <a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
-<nav aria-label="Links">$links</nav>
+$links</nav>
+<nav class="links small" aria-label="For programs"><a href="/servers.json">JSON</a>
+<a href="/servers.xml">XML</a> <a href="/metrics">Metrics</a></nav>
 </footer>
 """
 
@@ -9289,7 +9290,7 @@ NO_MATCH = """\
 <section class="hint">
 <h2>$heading</h2>
 <p>$asked</p>
-<p><a href="$all">Clear the search</a> to see all $listed.</p>
+<p><a href="$all">Clear the search</a> to see the $listed.</p>
 $others<p class="note">Is one missing? <a href="/check">Is my server listed?</a></p>
 </section>
 """
@@ -9525,17 +9526,13 @@ header p, .lead, .totals { color: var(--soft); overflow-wrap: anywhere; }
 .logo { height: 2rem; max-width: 100%; margin-right: .625rem; vertical-align: middle; }
 .totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
 .totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
-footer {
-  margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft);
-  font-size: .875rem;
-}
-footer nav { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; }
-footer nav + nav { margin-top: .25rem; }
+footer { margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); }
+footer .small { font-size: .75rem; }
 
 /* Tabs and forms */
 .row h2 { margin: 0; }
 .tabs { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; }
-.tabs:empty, .tabs small:empty, footer nav:empty { display: none; }
+.tabs:empty, .tabs small:empty { display: none; }
 .tabs a {
   padding: .25rem 0; border-bottom: 2px solid transparent; color: var(--soft);
   text-decoration: none;
@@ -10889,7 +10886,7 @@ def render_hint(context, list_filter, listed, contacts, other_matches):
         heading="No %s server matches" % title if title else "No server matches",
         asked=search_text(list_filter),
         all=list_filter.cleared().link(),
-        listed=format(listed, ","),
+        listed=count_text(listed, "server"),
         others=fill_template(OTHER_MATCHES, tabs=tabs) if tabs else "")
 
 
