@@ -9827,7 +9827,7 @@ img { max-width: 100%; height: auto; }
 .links a { color: var(--soft); text-decoration: none; }
 .links a:hover { color: var(--accent); text-decoration: underline; }
 /* A line before the operator's own */
-.links [href="/add"] + a { padding-left: 1.75rem; border-left: 1px solid var(--line); }
+header [href="/add"] + a { padding-left: 1.75rem; border-left: 1px solid var(--line); }
 .blocks {
   display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr));
   gap: 2rem 3rem; margin-top: 1.5rem;
