@@ -10838,8 +10838,11 @@ def render_headings(list_filter):
     direction = "ascending" if sort == sorted_by else "descending"
     headings = []
     for column in SORTED_BY:
-        sorts = {"players": ["", column], "seen": ["-seen", column, ""]}.get(
-            column, [column, "-" + column, ""])
+        sorts = [column, "-" + column, ""]
+        if column == "players":
+            sorts = ["", column]                    # the usual order has most players first
+        elif column == "seen":
+            sorts = ["-" + column, column, ""]      # latest first
         place = sorts.index(sort) + 1 if sort in sorts else 0
         headings.append(fill_template(
             HEADING,
