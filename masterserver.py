@@ -16359,9 +16359,8 @@ class MasterServer:
         if self.certificate:
             load = functools.partial(load_certificate, self.settings)
             self.disk.submit(load, self.on_certificate)
-        if self.settings["http.countries"] or self.rules.country_file:
-            load = functools.partial(load_country_file, self.settings)
-            self.disk.submit(load, self.on_country_file)
+        load = functools.partial(load_country_file, self.settings)
+        self.disk.submit(load, self.on_country_file)
 
     def on_certificate(self, result, now):
         if isinstance(result, Exception):

@@ -11124,8 +11124,11 @@ class CountryFileOfTheProgram(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = os.path.join(folder.name, "countries.mmdb")
         self.ini = os.path.join(folder.name, "masterserver.ini")
+        self.write_ini("[http]\ncountries = countries.mmdb\n")
+
+    def write_ini(self, text):
         with open(self.ini, "w", encoding="utf-8") as file:
-            file.write("[server]\ndatabase =\n[http]\ncountries = countries.mmdb\n")
+            file.write("[server]\ndatabase =\n" + text)
 
     def write(self, raw):
         with open(self.path, "wb") as file:
@@ -11199,6 +11202,19 @@ class CountryFileOfTheProgram(unittest.TestCase):
             server.tick(210.0)
             server.tick(211.0)
         self.assertEqual((listed.country, "countries" in server.health), ("fr", False))
+
+    def test_trouble_ends_when_the_setting_is_taken_out(self):
+        """Also if there never was a file that could be used."""
+        self.write(b"nonsense")
+        with_countries = self.load()
+        self.write_ini("")
+        server = ms.MasterServer(self.load())
+        server.disk = DiskThread()
+        for reload, expected in (lambda: with_countries, True), (self.load, False):
+            server.read_settings = reload
+            with self.assertLogs("masterserver"):
+                server.reload(0.0)
+            self.assertEqual("countries" in server.health, expected)
 
 
 # --- Banners and previews ------------------------------------------------------------------------
