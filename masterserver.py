@@ -10089,11 +10089,14 @@ async function askMaster() {
 
 // ---- Favourites are kept in the browser, by the links of their servers
 
-const starred = new Set();
-let starredOnly = false;
-try {
-  for (const key of JSON.parse(localStorage.getItem('favourites')) || []) starred.add(key);
-} catch {}                          // a browser may keep nothing
+let starred = new Set(), starredOnly = false;
+readStarred();
+
+function readStarred() {
+  try {
+    starred = new Set(JSON.parse(localStorage.getItem('favourites')));
+  } catch {}                        // a browser may keep nothing
+}
 
 function addStar(row) {
   const star = make('button', {type: 'button', className: 'star', title: 'Favourite'});
@@ -10133,9 +10136,10 @@ document.addEventListener('click', event => {
 document.addEventListener('click', event => {
   const star = event.target.closest('.star');
   if (star) {
-    const row = star.closest('tr'), key = keyOf(row);
-    if (!starred.delete(key)) starred.add(key);
-    star.setAttribute('aria-pressed', starred.has(key));
+    const pressed = star.getAttribute('aria-pressed') === 'true';
+    readStarred();                  // another tab may have changed them
+    starred[pressed ? 'delete' : 'add'](keyOf(star.closest('tr')));
+    star.setAttribute('aria-pressed', !pressed);
   } else if (event.target.closest('.starred')) {
     event.preventDefault();
     starredOnly = !starredOnly;

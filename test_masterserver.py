@@ -6095,6 +6095,17 @@ class BrowserTest(BrowserCase):
                 "order.dispatchEvent(new Event('input', {bubbles: true}))}")
         self.assertEqual(self.cells(2), sorted(self.cells(2)))
         self.assertEqual(self.link(), "/?sort=game")
+        # Another tab has changed them
+        self.js("localStorage.setItem('favourites', JSON.stringify(['/server?elsewhere']))")
+        self.click(".star", 9)
+        self.assertIn("/server?elsewhere", self.js("localStorage.getItem('favourites')"))
+        self.assertEqual(self.of(".starred", "innerText").split(), ["★1"])
+        for text in "{", "{}", "5", "[[1], null]", "[" * 5000:      # nothing that the page has kept
+            self.js("localStorage.setItem('favourites', %r)" % text)
+            self.open()
+            self.expect()
+            self.click(".star")
+            self.assertEqual(self.of(".starred", "innerText").split(), ["★1"])
         self.js("localStorage.clear()")
 
     def test_live_update_keeps_focus_and_scroll(self):
