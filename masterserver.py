@@ -9246,11 +9246,13 @@ SEARCH = """\
 
 BOX = '<label><input type="checkbox" name="%s" value="$value"$marked> $words</label>\n'
 HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
-# A minus sorts the largest first. The order of the list is that of players, after priorities
-SORTED_BY = "name", "players", "game", "mode", "map", "country", "address", "version", "seen"
-ORDERS = (
-    ("", "Players"), ("name", "Name"), ("game", "Game"), ("map", "Map"), ("country", "Country"),
-    ("-seen", "Seen"))
+# In which orders a click on each heading sorts, one after the other. A minus sorts the largest
+# first; "" is the usual order: that of players, after priorities
+SORTS = {
+    column: (column, "-" + column, "")
+    for column in "name players game mode map country address version seen".split()}
+SORTS["players"] = "", "players"
+SORTS["seen"] = "-seen", "seen", ""     # latest first
 ORDER = '<option value="$value"$marked>$words</option>'
 
 HEADING = '<th role="columnheader" data-sorts="$sorts"$direction><a href="$link">$words</a>'
@@ -9897,7 +9899,7 @@ figure { margin: .75rem 0 0; }
 #games a { text-decoration: none; }
 #games svg { display: block; width: 100%; fill: var(--accent); opacity: .75; }
 #games td span { display: flex; gap: .5rem; }
-#games td a { overflow: hidden; color: var(--ink); }
+#games td a { overflow: hidden; color: var(--ink); text-overflow: ellipsis; }
 @media (max-width: 64rem) {
   #games :is(th, td) { width: 3.1rem; font-size: .875rem; }
   #games thead tr { align-items: end; }
@@ -10050,7 +10052,8 @@ function keepView() {
     if (COLUMNS[index] === by) head.setAttribute('aria-sort', direction);
     else head.removeAttribute('aria-sort');
   }
-  for (const choice of document.querySelectorAll('#search select')) choice.value = view.sort;
+  for (const choice of document.querySelectorAll('#search select'))
+    choice.selectedIndex = COLUMNS.indexOf(by);       // whichever way it is sorted
   for (const link of document.querySelectorAll('#tabs a:not(.starred)')) {
     const game = new URL(link.href).searchParams.get('game');
     game ? query.set('game', game) : query.delete('game');
@@ -10808,13 +10811,15 @@ def render_search(list_filter, country_counts, matching, listed):
             format(PAGE_ROWS, ","), count_text(matching, "server"))
     elif list_filter.chooses():
         status = "%s of %s" % (format(matching, ","), listed_text)
+    orders = [(sorts[0], column.capitalize()) for column, sorts in SORTS.items()]
     return fill_template(
         SEARCH,
         game=list_filter.game,
         text=list_filter.text or list_filter.name,
         hide=render_choices(BOX % "hide", HIDE, "checked", list_filter.hide),
         players_min=list_filter.players_min or "",
-        orders=render_choices(ORDER, ORDERS, "selected", [list_filter.sort]),
+        orders=render_choices(
+            ORDER, orders, "selected", SORTS[list_filter.sorted_by()][:1]),
         idle="" if listed else Html(' class="idle"'),
         status=status if listed else "",
         all=list_filter.cleared().link(),
@@ -10841,15 +10846,10 @@ def render_headings(list_filter):
     """Return the headings of the table: links that sort by a column, then the other way, and then
     as usual, which is by players."""
     sort = list_filter.sort
-    sorted_by = sort.lstrip("-") or "players"
+    sorted_by = list_filter.sorted_by()
     direction = "ascending" if sort == sorted_by else "descending"
     headings = []
-    for column in SORTED_BY:
-        sorts = [column, "-" + column, ""]
-        if column == "players":
-            sorts = ["", column]                    # the usual order has most players first
-        elif column == "seen":
-            sorts = ["-" + column, column, ""]      # latest first
+    for column, sorts in SORTS.items():
         place = sorts.index(sort) + 1 if sort in sorts else 0
         headings.append(fill_template(
             HEADING,
@@ -12099,6 +12099,10 @@ class ListFilter(NamedTuple):
     def chooses(self):
         return self != self.cleared()
 
+    def sorted_by(self):
+        """Return a key of SORTS."""
+        return self.sort.lstrip("-") or "players"
+
     def link(self, **changes):
         """Return the link to the list page with this choice, in which some fields are changed."""
         choice = self._replace(**changes)
@@ -12124,7 +12128,7 @@ class ListFilter(NamedTuple):
                 and (text in searched or in_address(server, text)))
 
     def order(self, server):
-        by = self.sort.lstrip("-")
+        by = self.sorted_by()
         value = getattr(server, "last_seen" if by == "seen" else by)
         # Those without one come last
         return value.casefold() or "zzz" if isinstance(value, str) else value
@@ -12162,7 +12166,7 @@ def query_filter(web, request, default_game=""):
         countries=tuple(sorted(codes)),
         text=clean(query.get("q", "")),
         hide=tuple([word for word, _ in HIDE if word in query.get("hide", "").split(",")]),
-        sort=sort if sort.lstrip("-") in SORTED_BY else "")
+        sort=sort if sort.lstrip("-") in SORTS else "")
 
 
 def query_endpoint(request, default_address=""):
