@@ -9512,7 +9512,7 @@ header { padding: 1.75rem 0 1.25rem; }
 header p, .lead, .totals { color: var(--soft); overflow-wrap: anywhere; }
 .lead { max-width: 52rem; }
 .home { color: var(--soft); font-weight: 650; text-decoration: none; }
-.logo { height: 2rem; max-width: 100%; margin-right: .625rem; vertical-align: middle; }
+.logo { height: 2rem; margin-right: .625rem; vertical-align: middle; }
 .totals b { color: var(--ink); font-size: 1.625rem; letter-spacing: -.015em; }
 .totals svg { width: 4rem; height: 1.5rem; margin-right: .75rem; vertical-align: -.125rem; }
 footer { margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--line); }
@@ -9563,16 +9563,12 @@ form.check { margin-top: 1.5rem; }
 /* What opens lies over the list, so that nothing moves */
 summary { min-height: 2rem; padding: .25rem 0; cursor: pointer; white-space: nowrap; }
 summary:hover { color: var(--accent); }
-.filters > div {
-  display: flex; flex-wrap: wrap; align-items: center; gap: .25rem 1.25rem; position: absolute;
-  z-index: 2; padding: .5rem .875rem; border: 1px solid var(--line); border-radius: 3px;
-  background: var(--raised);
-}
-.choice {
-  position: absolute; z-index: 2; min-width: 14rem; max-width: calc(100vw - 3rem);
-  max-height: 20rem; overflow-y: auto; padding: .5rem .875rem; border: 1px solid var(--line);
+.filters > div, .choice {
+  position: absolute; z-index: 2; padding: .5rem .875rem; border: 1px solid var(--line);
   border-radius: 3px; background: var(--raised);
 }
+.filters > div { display: flex; flex-wrap: wrap; align-items: center; gap: .25rem 1.25rem; }
+.choice { min-width: 14rem; max-width: calc(100vw - 3rem); max-height: 20rem; overflow-y: auto; }
 .choice label { display: flex; padding: .25rem 0; }
 .choice input { flex: none; }
 .choice small { margin-left: auto; padding-left: .75rem; }
@@ -9593,13 +9589,12 @@ p#status { margin: .5rem 0 .25rem; color: var(--soft); font-size: .8125rem; }
 .board tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
 .board tbody tr:hover { background-color: var(--raised); }
 .board :is(th, td) {
-  flex: none; width: 5rem; min-width: 0; padding: 0; overflow: hidden; text-overflow: ellipsis;
+  flex: none; width: 5rem; padding: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap;
 }
-.board th {
-  padding: .25rem 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left;
-}
-th a { text-decoration: none; white-space: nowrap; }
+thead th { color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left; }
+.board th { padding: .25rem 0; }
+th a { text-decoration: none; }
 .board th[aria-sort] { color: var(--ink); }
 th[aria-sort] a::after { content: "\00a0↑"; color: var(--accent); }
 th[aria-sort=descending] a::after { content: "\00a0↓"; }
@@ -9621,7 +9616,7 @@ th[aria-sort=descending] a::after { content: "\00a0↓"; }
 .full td:nth-child(2) :is(svg, meter) { opacity: .5; }
 .board td > span { flex: 0 0 4rem; line-height: 1.25rem; }
 .board td > svg { flex: none; width: 3.25rem; height: 1.21875rem; margin-left: .625rem; }
-.board td > svg, .totals svg { fill: var(--accent); opacity: .75; }
+.board td > svg, .totals svg, #games svg { fill: var(--accent); opacity: .75; }
 meter {
   display: block; width: 100%; height: 2px; appearance: none; -webkit-appearance: none; border: 0;
   background: var(--line);
@@ -9726,7 +9721,7 @@ pre {
   .filters > div { left: 0; right: 0; top: 2.5rem; max-height: 60vh; overflow-y: auto; }
   .choice { position: static; max-height: none; padding: 0 0 0 1rem; border: 0; }
   .order { order: 1; }
-  .count { flex: 1 1 auto; margin: 0; }
+  .count { flex: 1 1 auto; }
   .order select { height: 1.75rem; border-color: transparent; background: none; }
   /* What the columns are called is for screen readers, and for who walks there by the keyboard */
   .board thead tr { flex-wrap: wrap; }
@@ -9751,7 +9746,7 @@ pre {
   .board td:nth-child(6) { grid-column: 4; }
   .board td:nth-child(7) { grid-area: 2 / 6; }
   .board code { display: none; }
-  .board .star { left: auto; right: .75rem; top: .5rem; width: 2rem; font-size: 1.125rem; }
+  .board .star { left: auto; right: .75rem; width: 2rem; font-size: 1.125rem; }
   /* The whole row leads to the server's page */
   .board td:first-child a::after { content: ""; position: absolute; inset: 0; }
 }
@@ -9777,8 +9772,7 @@ h1 i { margin: 0 .5rem 0 0; vertical-align: .25rem; }
 #players:empty { display: none; }
 .names { columns: 10rem; margin: 0; padding: 0; list-style: none; }
 .names li, dl div, #players td { padding: .25rem 0; border-bottom: 1px solid var(--line); }
-#players :is(th, td) { min-width: 4.5rem; padding-left: 0; overflow-wrap: anywhere; }
-#players :is(th, td):not(:last-child) { padding-right: 1.25rem; }
+#players :is(th, td) { min-width: 4.5rem; padding-inline: 0 1.25rem; overflow-wrap: anywhere; }
 #players :is(th, td):last-child { padding-right: 0; text-align: right; white-space: nowrap; }
 dl { max-width: 48rem; margin: 0; }
 dl div { display: flex; gap: 1.5rem; }
@@ -9790,13 +9784,10 @@ img { max-width: 100%; height: auto; }
   padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top;
 }
-.findings th, #players th {
-  padding-top: 0; color: var(--soft); font-size: .8125rem; font-weight: 400; text-align: left;
-}
+.findings th, #players th { padding-top: 0; }
 .findings :is(th, td):first-child { width: 28%; min-width: 14rem; }
 .findings td { overflow-wrap: anywhere; }
 .findings a { font-weight: 650; }
-.findings bdi { display: inline; }
 .findings p { max-width: 48rem; }
 .from, figcaption { margin-top: .25rem; color: var(--soft); font-size: .8125rem; }
 .findings .from { margin: 0; white-space: nowrap; }
@@ -9871,17 +9862,17 @@ figure { margin: .75rem 0 0; }
   border-bottom: 1px solid var(--line);
 }
 #games :is(th, td) {
-  display: block; flex: none; min-width: 0; width: 4.5rem; padding: 0; overflow: hidden;
-  font-weight: 400; text-align: right; text-overflow: ellipsis; white-space: nowrap;
+  flex: none; width: 4.5rem; padding: 0; overflow: hidden; text-align: right;
+  text-overflow: ellipsis; white-space: nowrap;
 }
 #games :is(tbody th, td:nth-child(3)) { font-weight: 650; }
-#games :is(thead th, td:nth-child(n+7)) { color: var(--soft); }
+#games td:nth-child(n+7) { color: var(--soft); }
 #games thead th, #games td:nth-child(11) { font-size: .8125rem; line-height: 1.25rem; }
 #games :is(th, td):first-child { flex: 2 0 0; text-align: left; }
 #games :is(th, td):nth-child(10) { width: 10rem; padding-left: 1rem; text-align: left; }
 #games :is(th, td):nth-child(11) { flex: 3 0 0; padding-left: 1rem; text-align: left; }
 #games a { text-decoration: none; }
-#games svg { display: block; width: 100%; fill: var(--accent); opacity: .75; }
+#games svg { display: block; width: 100%; }
 #games td span { display: flex; gap: .5rem; }
 #games td a { overflow: hidden; color: var(--ink); text-overflow: ellipsis; }
 @media (max-width: 64rem) {
