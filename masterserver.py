@@ -12277,15 +12277,14 @@ def page_url(program, host):
     Return "" if no port is open for pages."""
     if program.settings["http.url"]:
         return program.settings["http.url"]
-    urls = {}
-    for protocol, usual_port in WEB_PORTS.items():
+    for protocol in "https", "http":
         for listener in program.listeners:
-            if listener.protocol == protocol and protocol not in urls:     # the first has the page
+            if listener.protocol == protocol:           # the first has the page
                 endpoint = endpoint_text(host, listener.port)
-                if listener.port == usual_port:
+                if listener.port == WEB_PORTS[protocol]:
                     endpoint = endpoint.rpartition(":")[0]
-                urls[protocol] = "%s://%s" % (protocol, endpoint)
-    return urls.get("https") or urls.get("http", "")
+                return "%s://%s" % (protocol, endpoint)
+    return ""
 
 
 # A host name or an address, and perhaps a port
