@@ -638,7 +638,7 @@ class Setting(NamedTuple):
     live: bool = True               # whether it takes effect on reload
     read_key: Callable[[str], Any] = read_text      # the reader of the keys of a section of data
     secret: bool = False            # whether no message shows its value
-    is_read: bool = False           # whether it names a file that is read with the settings
+    reads_file: bool = False        # whether it names a file that is read with the settings
 
     @property
     def section(self) -> str:
@@ -685,14 +685,14 @@ SETTINGS_BEFORE_GAMES = (
             "The colour of what stands out, as #1f4fd8; made darker or lighter if it must be."),
     Setting("http.logo", "", read_without_url,
             "An image for the head of every page and the browser's tab: SVG, PNG, JPEG, WebP, GIF.",
-            is_read=True),
+            reads_file=True),
     Setting("http.links", "", list_reader(read_link, "\n"),
             "Links at the head of every page, one a line: words, URL; after foot: at its foot."),
     Setting("http.template", "", read_without_url,
             "A file with your own list page; LIST_PAGE in the program explains its placeholders.",
-            is_read=True),
+            reads_file=True),
     Setting("http.stylesheet", "", read_without_url, "A CSS file that is added to style.css.",
-            is_read=True),
+            reads_file=True),
     Setting("http.countries", "", read_without_url,
             "An MMDB file that knows the countries of addresses; read again when it changes."),
     Setting("http.trusted_proxies", "", list_reader(read_network),
@@ -6969,7 +6969,7 @@ class Aio(PolledGame, TcpProtocol):
         Setting("aio.news", "", read_text, "The text that players read under News."),
         Setting("aio.news_file", "", read_without_url,
                 "A text file to read the news from instead; read again when it changes.",
-                is_read=True),
+                reads_file=True),
     )
     ports = (Port("tcp"),)
     master_port = 27011
@@ -13129,7 +13129,7 @@ GAME_TITLES = {}
 for each_game in GAMES:
     GAME_TITLES.update({each_game.game: each_game.title, **each_game.titles})
 # These settings name a file that is read with the settings and again when it changes
-READ_FILES = [setting.name for setting in SETTINGS.values() if setting.is_read]
+READ_FILES = [setting.name for setting in SETTINGS.values() if setting.reads_file]
 # The settings of all ports, for programs that embed this one. Without a value they open none
 PORT_SETTINGS = [name for name in SETTINGS if re.search(r"\.(https_)?ports?$", name)]
 
