@@ -2309,17 +2309,14 @@ class Registry:
         # If a flood uses the source's address, the limiter drops the source's own packets too
         return not self.rules.datagram_limiter.has_refused(source, heard_at)
 
-    def forget_entries(self, *cache_keys):
-        """Drop the cached entries of all servers, in all lists or in those with these keys.
+    def forget_entries(self):
+        """Drop the cached entries of all servers.
 
         They depend on something that has changed, such as the titles of games, although no server
         has changed."""
         self.generation += 1
         for server in self.servers():
-            if not cache_keys:
-                server.entry_cache = None
-            for cache_key in cache_keys if server.entry_cache else ():
-                server.entry_cache.pop(cache_key, None)
+            server.entry_cache = None
 
     def record_outcome(self, source, protocol, port, outcome, now, detail=""):
         """Remember the outcome of a packet for the page /check.
@@ -11931,7 +11928,7 @@ class Web(TcpProtocol):
         hourly_players = self.program.hourly_players()
         if hourly_players != self.hourly_players:
             self.hourly_players = hourly_players
-            self.registry.forget_entries("row")
+            self.registry.forget_entries()      # rows have curves of the last day
 
     def forget_responses(self):
         self.lists.clear()
