@@ -9229,7 +9229,7 @@ BOX = '<label><input type="checkbox" name="%s" value="$value"$marked> $words</la
 HIDE = ("empty", "Hide empty"), ("full", "Hide full"), ("password", "Hide locked")
 # In which orders a click on each heading sorts, one after the other. A minus sorts the largest
 # first; "" is the usual order: that of players, after priorities
-SORTS = {
+SORTS: Dict[str, Tuple[str, ...]] = {
     column: (column, "-" + column, "")
     for column in "name players game mode map country address version seen".split()}
 SORTS["players"] = "", "players"
@@ -9985,7 +9985,6 @@ const view = {
   hide: linked.getAll('hide').join().split(',').filter(Boolean),
   sort: linked.get('sort') || '',
 };
-const NUMBERS = ['players', 'seen'];                // sorted with the largest first
 const collator = new Intl.Collator(undefined, {numeric: true, sensitivity: 'base'});
 const players = row => parseInt(row.cells[PLAYERS].textContent);
 // ß becomes ss, as with Python's casefold() in the master's search
@@ -10127,12 +10126,10 @@ function sorted(rows) {
   const by = view.sort.replace('-', ''), sign = view.sort.startsWith('-') ? -1 : 1;
   const column = COLUMNS.indexOf(by);
   if (column < 0) return rows;
-  const values = {
-    name: nameOf, players, seen: row => Date.parse(row.cells[SEEN].title),
-    country: row => countryOf(row) || 'zzz',        // those without one come last
-  };
-  const value = values[by] || (row => row.cells[column].textContent);
-  const compare = NUMBERS.includes(by) ? (a, b) => a - b : collator.compare;
+  const values = {name: nameOf, players, seen: row => Date.parse(row.cells[SEEN].title)};
+  // Those without one come last, as by ListFilter.order() of the master
+  const value = values[by] || (row => row.cells[column].textContent || 'zzz');
+  const compare = ['players', 'seen'].includes(by) ? (a, b) => a - b : collator.compare;
   return rows.map(row => [value(row), row])
     .sort((a, b) => sign * compare(a[0], b[0]))
     .map(pair => pair[1]);
