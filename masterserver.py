@@ -10396,7 +10396,8 @@ ACCENT_CSS = """\
 @media (prefers-color-scheme: dark) { :root { --accent: %s; --glow: %s; } }
 """
 DEFAULT_ACCENT = ("#8a5700", "#fae7bd", "#f2b23a", "#43351a")
-# To be readable, a text needs a contrast of 4.5 to what lies behind it (WCAG 2.1, 1.4.3)
+# To be readable, a text needs a contrast of 4.5 to what lies behind it (WCAG 2.1, 1.4.3). Tools
+# that measure it round the colours in their own ways
 LEAST_CONTRAST = 4.6
 
 
@@ -12323,51 +12324,54 @@ def day_total(hourly_players, games):
 
 
 def get_page(web, request):
-    """Return the response with the list page. Its query is that of /servers.json.
-
-    Only the first PAGE_ROWS of the servers that pass the filter get a row."""
+    """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
     game = list_filter.game
-    look = web.look
-    contacts = []
-
-    def render(servers, now):
-        counts = {}
-        for counted_game, listed in web.registry.games.items():
-            if listed:
-                counts[counted_game] = len(listed)
-        day = day_total(web.hourly_players, [game] if game else counts)
-        countries = web.registry.count_countries(game)
-        # The totals are those of the game, whatever is searched in it
-        listed = web.registry.servers(game) if list_filter.chooses() else servers
-        shown = servers[:PAGE_ROWS]
-        rows = render_rows(look, shown, web.hourly_players, web.epoch, now + web.epoch,
-                           list_filter.text)
-        hint = ""
-        if not servers:
-            everywhere = list_filter._replace(game="")
-            elsewhere = web.matching_servers(everywhere) if game and listed else ()
-            matches = collections.Counter([server.game for server in elsewhere])
-            hint = render_hint(look, list_filter, len(listed), contacts, matches)
-        return render_page(
-            look,
-            look.games.get(game),
-            look.template,
-            about=list_summary(servers),
-            path="/?game=" + game if game else "/",
-            intro=render_intro(look.intro),
-            totals=render_totals(listed, render_sparkline(day)),
-            tabs=render_game_tabs(look, counts, list_filter),
-            search=render_search(list_filter, countries, len(servers), len(listed)),
-            table=render_table(list_filter, rows, len(servers), len(listed),
-                               left_out_columns(look, shown, game), hint))
-
     if game and list_filter == ListFilter(game) and not web.registry.games.get(game):
         # The blocks name the host as the client does, so this page is for no other client
-        contacts += [contact for contact in contact_blocks(web.program, place_for(web, request))
-                     if game in contact.games]
-        return HttpResponse(render([], request.now), HTML_TYPE)
+        contacts = [contact for contact in contact_blocks(web.program, place_for(web, request))
+                    if game in contact.games]
+        return HttpResponse(list_page(web, list_filter, contacts, [], request.now), HTML_TYPE)
+    render = functools.partial(list_page, web, list_filter, ())
     return web.list_response(request, list_filter, HTML_TYPE, render)
+
+
+def list_page(web, list_filter, contacts, servers, now):
+    """Return the list page with the servers that pass a ListFilter, as UTF-8 bytes.
+
+    Only the first PAGE_ROWS of them get a row. If there are none, the page has the blocks of these
+    filled Contacts."""
+    game = list_filter.game
+    look = web.look
+    counts = {}
+    for counted_game, listed in web.registry.games.items():
+        if listed:
+            counts[counted_game] = len(listed)
+    day = day_total(web.hourly_players, [game] if game else counts)
+    countries = web.registry.count_countries(game)
+    # The totals are those of the game, whatever is searched in it
+    listed = web.registry.servers(game) if list_filter.chooses() else servers
+    shown = servers[:PAGE_ROWS]
+    rows = render_rows(look, shown, web.hourly_players, web.epoch, now + web.epoch,
+                       list_filter.text)
+    hint = ""
+    if not servers:
+        everywhere = list_filter._replace(game="")
+        elsewhere = web.matching_servers(everywhere) if game and listed else ()
+        matches = collections.Counter([server.game for server in elsewhere])
+        hint = render_hint(look, list_filter, len(listed), contacts, matches)
+    return render_page(
+        look,
+        look.games.get(game),
+        look.template,
+        about=list_summary(servers),
+        path="/?game=" + game if game else "/",
+        intro=render_intro(look.intro),
+        totals=render_totals(listed, render_sparkline(day)),
+        tabs=render_game_tabs(look, counts, list_filter),
+        search=render_search(list_filter, countries, len(servers), len(listed)),
+        table=render_table(list_filter, rows, len(servers), len(listed),
+                           left_out_columns(look, shown, game), hint))
 
 
 def with_wall_times(server, epoch):
@@ -13629,9 +13633,8 @@ class TcpConnection:
             return
         self.is_closed = True
         self.due = ()
-        if self.program.turns.things:
-            self.program.turns.pop(self.take_turn)
-            self.program.turns.pop(self.tick)
+        self.program.turns.pop(self.take_turn)
+        self.program.turns.pop(self.tick)
         if self.unsent:
             self.program.unread.remove(self)
         # The selector has to forget the socket while it still has a file descriptor
