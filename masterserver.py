@@ -158,7 +158,7 @@ KNOWN_AFTER_S = 300.0           # a server that leaves sooner after its first si
 # others. Either take 26 MB at most
 OUTCOMES_KEPT = 32768
 OUTCOMES_PER_SOURCE = 64        # two for each of the 32 servers that it may list by default
-OUTCOMES_RATE = 1000, 1000      # of those that are not proven: a flood leaves the last half minute
+OUTCOMES_PER_S = 1000           # of those that are not proven: a flood leaves the last half minute
 OUTCOME_CHARACTERS = 200        # the longest detail: two lines on the page
 
 HTTP_LINE_BYTES = 4096          # a search for 128 Chinese characters needs 1,200
@@ -1486,15 +1486,22 @@ class Turns:
         source = site_of(address)
         if ":" in source:
             limit *= SITE_SOURCES
-        crowded = pushed_out = None
+        keys = self.keys.get(source, ())
+        pushed_out = None
         if key in self.things:
             self.pop(key)
-        elif len(self.keys.get(source, ())) >= limit:
-            crowded = source
-        elif len(self.things) >= self.size:
+        elif len(keys) >= limit:
+            # It takes the place of the source's oldest, so the source has no more than before
+            oldest = next(iter(keys))
+            del self.sources[oldest], keys[oldest]
+            keys[key] = None
+            self.levels[len(keys)].move_to_end(source)
+            self.things[key] = thing
+            self.sources[key] = source
+            return self.things.pop(oldest)
+        if len(self.things) >= self.size:
             most = max(level for level, sources in self.levels.items() if sources)
             crowded = next(iter(self.levels[most]))
-        if crowded is not None:
             oldest = next(iter(self.keys[crowded]))
             pushed_out = self.pop(oldest)
         self.things[key] = thing
@@ -2006,7 +2013,8 @@ class Registry:
         # flood of them pushes out no other
         self.outcomes = Turns(OUTCOMES_KEPT)
         self.unproven_outcomes = Turns(OUTCOMES_KEPT)
-        self.unproven_limiter = Limiter(OUTCOMES_RATE)
+        self.unproven_left = 0              # so many may still be recorded until then
+        self.unproven_until = -math.inf
         self.census_cache = RenderedList(self, "", census_of, for_clients=False)
 
     def get(self, game, address, port):
@@ -2324,8 +2332,13 @@ class Registry:
         `port` is the announced port, or 0 if it could not be read. `outcome` is a key of OUTCOMES
         (section 9), `detail` the reason in words."""
         key = source, protocol, port
-        self.unproven_outcomes.pop(key)
+        if key in self.unproven_outcomes.things:
+            self.unproven_outcomes.pop(key)
         address = self.rules.listed_address(source)
+        if outcome == "listed" and key not in self.outcomes.things:
+            limit = OUTCOMES_PER_SOURCE * (SITE_SOURCES if ":" in address else 1)
+            if len(self.outcomes.keys_of(address)) >= limit:
+                return                  # what the list shows pushes out no refusal
         record = PacketOutcome(now, outcome, detail[:OUTCOME_CHARACTERS])
         self.outcomes.add(address, key, record, OUTCOMES_PER_SOURCE)
 
@@ -2333,8 +2346,11 @@ class Registry:
         """Do what record_outcome() does, for a datagram whose source may be forged. It never
         replaces or pushes out what is proven. During a flood a part of them is recorded, and all of
         a source that has looked at /check."""
-        if ((source, "", 0) in self.outcomes.things
-                or self.unproven_limiter.allow("all", now)):
+        if now >= self.unproven_until:
+            self.unproven_until = now + 1.0
+            self.unproven_left = OUTCOMES_PER_S
+        self.unproven_left -= 1
+        if self.unproven_left >= 0 or (source, "", 0) in self.outcomes.things:
             address = self.rules.listed_address(source)
             if outcome == "announced" and self.get(protocol, address, port):
                 return                  # /check goes on showing the server as listed

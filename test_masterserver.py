@@ -1164,6 +1164,16 @@ class RegistryTest(unittest.TestCase):
         note("198.51.100.1", "quake3", 5, "bad packet", 2e5, "x" * 5000)
         self.assertEqual(self.registry.outcome("198.51.100.1", "quake3", 5).detail, "x" * 200)
 
+    def test_a_listing_pushes_out_no_refusal_of_its_source(self):
+        for source, room in ("198.51.100.2", 64), ("2001:db8::1", 64 * ms.SITE_SOURCES):
+            for port in range(room):
+                self.registry.record_outcome(source, "iceball", port, "name", 0.0)
+            for port in room, 5:
+                self.registry.record_outcome(source, "iceball", port, "listed", 1.0)
+            kept = [self.registry.outcome(source, "iceball", port) for port in (0, 5, room)]
+            self.assertEqual([record and record.outcome for record in kept],
+                             ["name", "listed", None], source)
+
     def test_a_flood_pushes_out_no_outcome_of_others(self):
         registry = self.registry
         registry.record_outcome("203.0.113.1", "hyperbol", 5, "silent", 0.0)
