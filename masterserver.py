@@ -9592,7 +9592,7 @@ summary:hover { color: var(--accent); }
 p#status { margin: .5rem 0 .25rem; color: var(--soft); font-size: .8125rem; }
 #status.old { color: var(--ink); font-weight: 650; }
 #status:first-child:empty { display: none; }
-.board, .board :is(thead, tbody) { display: block; }
+.board, #games, .board :is(thead, tbody), #games :is(thead, tbody) { display: block; }
 .board tr {
   position: relative; display: flex; column-gap: .875rem; align-items: center;
   margin: 0 calc(-1 * var(--edge)); padding: 0 var(--edge);
@@ -9601,7 +9601,7 @@ p#status { margin: .5rem 0 .25rem; color: var(--soft); font-size: .8125rem; }
 .board thead { position: sticky; top: 0; z-index: 1; background: var(--ground); }
 .board tbody tr { height: 2.5rem; content-visibility: auto; contain-intrinsic-height: 2.5rem; }
 .board tbody tr:hover { background-color: var(--raised); }
-.board :is(th, td) {
+.board :is(th, td), #games :is(th, td) {
   flex: none; width: 5rem; padding: 0; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap;
 }
@@ -9868,16 +9868,12 @@ figure { margin: .75rem 0 0; }
 
 /* The page of games. On a phone the means are left out, and the chart and the most played servers
    stand in a second line. Columns: 1 name, 4 peaks, 7 means, 10 chart, 11 most played */
-#games, #games :is(thead, tbody) { display: block; }
 #games { margin-top: 1.5rem; }
 #games tr {
   display: flex; flex-wrap: wrap; align-items: center; padding: .375rem 0;
   border-bottom: 1px solid var(--line);
 }
-#games :is(th, td) {
-  flex: none; width: 4.5rem; padding: 0; overflow: hidden; text-align: right;
-  text-overflow: ellipsis; white-space: nowrap;
-}
+#games :is(th, td) { width: 4.5rem; text-align: right; }
 #games :is(tbody th, td:nth-child(3)) { font-weight: 650; }
 #games td:nth-child(n+7) { color: var(--soft); }
 #games thead th, #games td:nth-child(11) { font-size: .8125rem; line-height: 1.25rem; }
