@@ -10780,19 +10780,13 @@ def render_search(list_filter, country_counts, matching, listed):
         words = f"{name} <small>{counts[code]:,}</small>"
         countries.append((code, Html(words)))
     boxes = render_choices(BOX % "country", countries, "checked", chosen)
-    # The functions tellFilters() and statusText() of the script have the same rules
+    # The function tellFilters() of the script has the same rules
     filters = len(list_filter.hide) + bool(list_filter.players_min) + bool(chosen)
     summary = "Countries"
     if len(chosen) > 3:                     # more codes have no room on a phone
         summary = "Countries: %d" % len(chosen)
     elif chosen:
         summary = "Countries: " + ", ".join(chosen).upper()
-    status = listed_text = count_text(listed, "server")
-    if matching > PAGE_ROWS:
-        status = "The first %s of %s. Search to find the others." % (
-            format(PAGE_ROWS, ","), count_text(matching, "server"))
-    elif list_filter.chooses():
-        status = "%s of %s" % (format(matching, ","), listed_text)
     orders = [(sorts[0], column.capitalize()) for column, sorts in SORTS.items()]
     return fill_template(
         SEARCH,
@@ -10803,13 +10797,24 @@ def render_search(list_filter, country_counts, matching, listed):
         orders=render_choices(
             ORDER, orders, "selected", SORTS[list_filter.sorted_by()][:1]),
         idle="" if listed else Html(' class="idle"'),
-        status=status if listed else "",
+        status=status_text(list_filter, matching, listed),
         all=list_filter.cleared().link(),
         clear="" if list_filter.chooses() else Html(" hidden"),
         filters="Filters · %d" % filters if filters else "Filters",
         hidden="" if boxes else Html(" hidden"),
         summary=summary,
         boxes=boxes)
+
+def status_text(list_filter, matching, listed):
+    """Return the line above the table. The function statusText() of the script has its rules."""
+    servers = count_text(listed, "server")
+    if matching > PAGE_ROWS:
+        return "The first %s of %s. Search to find the others." % (
+            format(PAGE_ROWS, ","), count_text(matching, "server"))
+    if not listed:
+        return ""
+    return f"{matching:,} of {servers}" if list_filter.chooses() else servers
+
 
 
 def left_out_columns(context, servers, game):
