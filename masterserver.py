@@ -2908,13 +2908,13 @@ class Database:
         for key in (ALL_GAMES, *[(game, "", 0) for game in games]):
             peaks = {}
             means = {}
-            for span in ("month", "week", "day"):
-                series = self.history(*key, span, wall)
+            series_by_span = {
+                span: self.history(*key, span, wall) for span in ("day", "week", "month")}
+            for span, series in series_by_span.items():
                 peaks[span] = max(without_gaps(series.peaks), default=None)
                 means[span] = mean_of(series.means)
-                if span == "week":
-                    bars = range(0, len(series.means), 8)
-                    week = [mean_of(series.means[first:first + 8]) for first in bars]
+            quarters = series_by_span["week"].means
+            week = [mean_of(quarters[at:at + 8]) for at in range(0, len(quarters), 8)]
             game, _, _ = key
             pasts[game] = GamePast(peaks, means, week, most_played[game])
         self._pasts = pasts
@@ -7243,8 +7243,7 @@ def read_quake3_info(data):
 
 
 def quake3_name(coloured):
-    """Return a name without its colours: "^1" or, in DarkPlaces, "^x" and three hexadecimal digits.
-    """
+    """Return a name without its colours: "^1" or, in DarkPlaces, "^x" and three hexadecimals."""
     name = re.sub(r"\^(?:x[0-9a-fA-F]{3}|[0-9])", "", coloured)
     return clean(name)                  # now it may begin or end with a blank
 
@@ -10805,6 +10804,7 @@ def render_search(list_filter, country_counts, matching, listed):
         summary=summary,
         boxes=boxes)
 
+
 def status_text(list_filter, matching, listed):
     """Return the line above the table. The function statusText() of the script has its rules."""
     servers = count_text(listed, "server")
@@ -10814,7 +10814,6 @@ def status_text(list_filter, matching, listed):
     if not listed:
         return ""
     return f"{matching:,} of {servers}" if list_filter.chooses() else servers
-
 
 
 def left_out_columns(context, servers, game):
@@ -11064,8 +11063,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
 def server_facts(context, server, is_listed, history, wall):
     """Return the facts about a server as (name, value) pairs, for render_server_page().
 
-    A value is empty if the server has not announced it. What stands above the chart is left out.
-    """
+    A value is empty if the server has not announced it. What the page says above is left out."""
     span, _, share = history
     room = context.room(server)
     facts = []
