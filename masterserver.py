@@ -1846,6 +1846,7 @@ class Server:
     source, source_port     the address and UDP port that its packets come from; behind a router
                  they differ from `address` and `port`. The port is 0 if it is not known
     first_seen, last_seen   seconds of the monotonic clock
+    answered_at  when it answered a poll that did not set last_seen
     lifetime     seconds that it stays listed after last_seen; infinite if a connection or polls
                  decide when it leaves
     verified     how it is known to be there, one of VERIFICATIONS
@@ -1872,9 +1873,8 @@ class Server:
         "game", "address", "port", "room", "name", "mode", "map", "version", "players",
         "max_players", "playing", "description", "official", "priority", "verified", "confirmed",
         "pinned", "responding", "ping_ms", "details", "private", "source", "source_port",
-        "first_seen", "last_seen", "lifetime", "rank", "entry_cache", "country", "fingerprint",
-        "repeat_answer",
-        "master", "found_at")
+        "first_seen", "last_seen", "answered_at", "lifetime", "rank", "entry_cache", "country",
+        "fingerprint", "repeat_answer", "master", "found_at")
 
     def __init__(self, game, address, port, source, now, lifetime, name="", mode="", map="",
                  version="", players=0, max_players=0, verified="self-reported", *, room="",
@@ -1890,6 +1890,7 @@ class Server:
         self.source = source
         self.source_port = source_port
         self.first_seen = self.last_seen = now
+        self.answered_at = -math.inf
         self.lifetime = lifetime
         self.name = name
         self.mode = mode
@@ -1919,6 +1920,11 @@ class Server:
     @property
     def key(self) -> Key:
         return self.game, self.address, self.port
+
+    @property
+    def seen(self):
+        """When it was last heard, on the clock of last_seen, which counts for its lifetime."""
+        return max(self.last_seen, self.answered_at)
 
 
 def ranking(server):
@@ -3147,8 +3153,9 @@ class SavedList:
                 registry.insert(server)
                 if room is not None:
                     room.resume(server)
-        log.info("%s restored from before the restart, not confirmed until heard again",
-                 count_text(registry.total, "server"))
+        if registry.total:
+            log.info("%s restored from before the restart, not confirmed until heard again",
+                     count_text(registry.total, "server"))
 
     def tick(self, now, wall):
         """Begin a batch, unless one is being written: of the servers that have changed or, once a
@@ -3817,6 +3824,10 @@ class Game:
     def facts(self, server):
         """Return further lines of the server's page: pairs of a heading and a text."""
         return []
+
+    def is_at(self, server, address):
+        """Do players find a listed server at this address, or do its packets come from there?"""
+        return address in (server.address, server.source)
 
     players_note = ""                           # stands for players that players() does not have
 
@@ -4657,6 +4668,7 @@ class PolledGame(Game):
         self.registry.check_rules(
             server.source, server.address, server.port, fields.get("name"))
         self.registry.update(server, {**fields, "confirmed": True})
+        server.answered_at = now
         if server.lifetime == math.inf:     # its announcement lists it as long as it answers
             server.last_seen = now
 
@@ -8728,6 +8740,11 @@ class Ddnet(PolledGame):
             ddnet_entry,
             join=lambda entries, now: b'{"servers":[%s]}\n' % b",\n".join(entries))}
 
+    def is_at(self, server, address):
+        end = "://" + endpoint_text(address, server.port)       # all its addresses have this port
+        urls = self.registration(server)["addresses"]
+        return super().is_at(server, address) or any(url.endswith(end) for url in urls)
+
     def facts(self, server):
         urls = self.registration(server)["addresses"]
         versions = {url[len("tw-"):url.index("+")] for url in urls}
@@ -9446,7 +9463,7 @@ $rows</tbody>
 NOTHING_ARRIVED = """\
 <p>Nothing has arrived from $endpoint lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
-IPv4. Without the port, this page tells what came from any.</p>
+IPv4.$any_port</p>
 """
 
 ERROR_PAGE = """\
@@ -10912,7 +10929,7 @@ def render_rows(context, servers, hourly_players, epoch, wall, text):
     cached_rows = cached_entries(servers, "row", render_row, RENDERED_AT_ONCE)
     all_searched = searched_texts(context, servers) if text else itertools.repeat(None)
     for server, row, searched in zip(servers, cached_rows, all_searched):
-        seen = server.last_seen + epoch
+        seen = server.seen + epoch
         age = age_text(wall - seen)
         if text:
             row = row.replace("<tr", "<tr" + player_attribute(searched, text), 1)
@@ -11248,7 +11265,8 @@ def render_check_page(context, address, port, findings, listed, wall):
         rows = [render_finding(context, finding, wall) for finding in findings]
         finding_table = fill_template(FINDINGS, rows=rows)
     else:
-        finding_table = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
+        any_port = " Without the port, this page tells what came from any." if port else ""
+        finding_table = fill_template(NOTHING_ARRIVED, endpoint=endpoint, any_port=any_port)
     main = fill_template(
         CHECK_PAGE,
         address=address,
@@ -12113,8 +12131,7 @@ class ListFilter(NamedTuple):
                 and (text in searched or in_address(server, text)))
 
     def order(self, server):
-        by = self.sorted_by()
-        value = getattr(server, "last_seen" if by == "seen" else by)
+        value = getattr(server, self.sorted_by())
         # Those without one come last
         return value.casefold() or "zzz" if isinstance(value, str) else value
 
@@ -12240,7 +12257,7 @@ def with_times(beginning, server, epoch, own_master):
     if there are no other masters."""
     master = server.master or own_master
     return b'%s,"master":"%s","first_seen":%d,"last_seen":%d}' % (
-        beginning, master.encode(), server.first_seen + epoch, server.last_seen + epoch)
+        beginning, master.encode(), server.first_seen + epoch, server.seen + epoch)
 
 
 def get_servers_json(web, request):
@@ -12395,7 +12412,7 @@ def with_wall_times(server, epoch):
     `epoch` is the difference between the two."""
     server_copy = copy.copy(server)
     server_copy.first_seen += epoch
-    server_copy.last_seen += epoch
+    server_copy.last_seen = server.seen + epoch
     return server_copy
 
 
@@ -12458,8 +12475,10 @@ def played_games(web, servers):
                 name = server.name or endpoint_text(server.address, server.port)
                 most_played.append({"name": name, "page": server_link(server), "mean": mean})
         players = sum([server.players for server in listed])
+        # What is stored lacks the present minute
+        peaks = {span: max(peak or 0, players) for span, peak in past.peaks.items()}
         return {"game": game, "title": title, "servers": len(listed), "players": players,
-                **past._asdict(), "most_played": most_played}
+                **past._asdict(), "peaks": peaks, "most_played": most_played}
 
     games = []
     for game, title in web.look.games.items():
@@ -12839,7 +12858,8 @@ def get_check(web, request):
     listed = []
     for table in registry.games.values():
         for server in table.values():
-            if address in (server.address, server.source) and port in (0, server.port):
+            is_at = web.look.room(server).is_at
+            if port in (0, server.port) and is_at(server, address):
                 listed.append(with_wall_times(server, web.epoch))
     listed.sort(key=ranking)
     findings = current_findings(web, request, address, listed)

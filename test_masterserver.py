@@ -5391,12 +5391,12 @@ class PagesTest(unittest.TestCase):
         rows = re.findall(r"<tr><th scope.*", page_of(web, "/games"))
         shown = [[cell.rstrip() for cell in re.split("<[^>]*>", row) if cell.strip()]
                  for row in rows]
-        numbers = ["14", "1,500", "2,000", "0.4", "6.9", "12"]
+        means = ["0.4", "6.9", "12"]
         self.assertEqual(shown, [
             ["AIO", "1", "1,300"],
-            ["Iceball", "2", "1,203", *numbers, "&lt;A&gt; &amp; co", " 7.2",
-             "192.0.2.2:27790", " 0.5"],
-            ["Luanti", "0", "0", *numbers],
+            ["Iceball", "2", "1,203", "1,203", "1,500", "2,000", *means, "&lt;A&gt; &amp; co",
+             " 7.2", "192.0.2.2:27790", " 0.5"],
+            ["Luanti", "0", "0", "14", "1,500", "2,000", *means],
             ["Together", "3", "2,503"]])
         self.holds(rows[1], '<a href="/?game=iceball">', ms.html.escape(ms.server_link(a)),
                    '<svg aria-hidden="true" viewBox="0 0 3 21"><path d="M0 21V21h1V10h1V0h1V21"/>')
@@ -5405,7 +5405,7 @@ class PagesTest(unittest.TestCase):
                          ["aio", "iceball", "luanti", ""])
         self.assertEqual(answer["games"][1], {
             "game": "iceball", "title": "Iceball", "servers": 2, "players": 1203,
-            "peaks": past.peaks, "means": past.means, "week": [None, 3, 6],
+            "peaks": {**past.peaks, "day": 1203}, "means": past.means, "week": [None, 3, 6],
             "most_played": [{"name": "<A> & co", "page": link_to(a), "mean": 7.25},
                             {"name": "192.0.2.2:27790", "page": link_to(b), "mean": 0.5}]})
         # Without a database there is only now
@@ -5565,6 +5565,7 @@ class PagesTest(unittest.TestCase):
                 ("q=strasse&players_min=1", [2]), ("hide=empty&hide=full", [2]),
                 ("hide=password", [1, 2]), ("sort=name", [3, 2, 1]), ("sort=-players", [3, 2, 1]),
                 ("sort=-seen", [1, 2, 3]), ("sort=country", [1, 2, 3]), ("q=nobody", []),
+                ("sort=map", [3, 1, 2]),                # without a map it comes last
                 ("sort=__class__", [1, 2, 3])):
             entries = json.loads(page_of(web_of(servers), "/servers.json?" + query))["servers"]
             self.assertEqual([entry["port"] for entry in entries], ports, query)
@@ -5944,6 +5945,11 @@ class BrowserTest(BrowserCase):
             self.assertTrue(self.js("window.stays"))
             numbers = [int(text.split(".")[2]) for text in self.cells(6) if text[0] != "["]
             self.assertEqual(numbers, sorted(numbers, reverse=sign < 0))
+        self.site.servers[5].map = ""                   # without one it comes last
+        self.open()
+        self.click("th a", 4)
+        self.assertEqual(set(self.cells(4)[:-1]), {"mesa"})
+        self.assertEqual(self.cells(4)[-1], "")
 
     def test_hide_and_minimum(self):
         self.open()
@@ -7520,6 +7526,12 @@ class EveryGame(unittest.TestCase):
             page = html.unescape(world.get(path).decode())
             for word in words:
                 self.assertIn(word, page, path)
+        if entry["verified"] == "query":        # then its answers count, too
+            world.run(40)
+            server, = world.servers()
+            entry, = json.loads(world.get("/servers.json?game=" + world.id))["servers"]
+            self.assertEqual(entry["last_seen"], int(server.seen + world.web.epoch))
+            self.assertLess(world.now - server.seen, 31.0)
         place = ms.MasterPlace("m.example", "http://m.example:8000")
         self.assertEqual([contact.filled(make.room, make.room.master_port, place).block
                           for contact in make.room.contacts], make.blocks)
@@ -9159,6 +9171,10 @@ class CheckTest(WebCase):
     def test_listed_servers_and_former_ones(self):
         self.note("announced")
         self.assertEqual(self.titles(), ["Announced, but the answer did not come back"])
+        any_port = b"what came from any"
+        for port, is_told in ("", False), ("&port=2", True):
+            page = self.get("/check?address=203.0.113.7" + port)[2]
+            self.assertEqual(any_port in page, is_told)
         self.list()
         self.note("listed")
         self.assertEqual(self.titles(), ["Listed"])
@@ -10089,6 +10105,10 @@ class DdnetTest(WebCase):
                               dict(self.registry.own.counts)), (1, {self.HERE: 1}))
         self.assertEqual(self.ddnet.facts(server), [
             ("Protocols", "0.6 and 0.7"), ("Also at", "[2001:db8::9]:8399")])
+        for place in self.HERE, self.HERE_6, self.HERE_6 + "&port=8399":
+            page = self.get("/check?address=" + place)[2].decode()
+            self.assertIn("Listed now: 1 server", page)
+            self.assertEqual(re.findall("<h3>(.*?)</h3>", page), ["Listed"])
 
     def test_addresses_leave_one_by_one(self):
         """Each after 30 s or when it is deleted, the server with its last one; it moves to what it
