@@ -9463,7 +9463,7 @@ $rows</tbody>
 NOTHING_ARRIVED = """\
 <p>Nothing has arrived from $endpoint lately. Is the address of this master right in the settings of
 the game server, and does its firewall let packets out? Most game servers announce themselves by
-IPv4.$any_port</p>
+IPv4.</p>
 """
 
 ERROR_PAGE = """\
@@ -9713,7 +9713,7 @@ pre {
   .order { display: none !important; }
   .board :is(th, td):first-child { flex: 1; }
   .board :is(th, td):nth-child(2) { width: 8rem; }
-  .board :is(th, td):nth-child(3) { width: 5.5rem; }
+  .board :is(th, td):nth-child(3) { width: 6rem; }
   .board :is(th, td):nth-child(4) { width: clamp(6rem, 8vw, 8.5rem); }
   .board :is(th, td):nth-child(5) { width: 8.5rem; }
   .board :is(th, td):nth-child(6) { width: 3.5rem; }
@@ -11265,8 +11265,7 @@ def render_check_page(context, address, port, findings, listed, wall):
         rows = [render_finding(context, finding, wall) for finding in findings]
         finding_table = fill_template(FINDINGS, rows=rows)
     else:
-        any_port = " Without the port, this page tells what came from any." if port else ""
-        finding_table = fill_template(NOTHING_ARRIVED, endpoint=endpoint, any_port=any_port)
+        finding_table = fill_template(NOTHING_ARRIVED, endpoint=endpoint)
     main = fill_template(
         CHECK_PAGE,
         address=address,
