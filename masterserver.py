@@ -9810,8 +9810,7 @@ dd { min-width: 0; }
 img { max-width: 100%; height: auto; }
 .findings, #players table { width: 100%; border-collapse: collapse; }
 .findings :is(th, td) {
-  padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); text-align: left;
-  vertical-align: top;
+  padding: .75rem 1.5rem .75rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
 }
 .findings th, #players th { padding-top: 0; }
 .findings :is(th, td):first-child { width: 28%; min-width: 14rem; }
