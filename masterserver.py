@@ -1922,6 +1922,10 @@ class Server:
         return self.game, self.address, self.port
 
     @property
+    def endpoint(self) -> str:
+        return endpoint_text(self.address, self.port)
+
+    @property
     def seen(self):
         """When it was last heard, on the clock of last_seen, which counts for its lifetime."""
         return max(self.last_seen, self.answered_at)
@@ -8738,7 +8742,7 @@ class Ddnet(PolledGame):
         urls = self.registration(server)["addresses"]
         versions = {url[len("tw-"):url.index("+")] for url in urls}
         endpoints = {endpoint_text(*ddnet_endpoint(url)) for url in urls}
-        endpoints.discard(endpoint_text(server.address, server.port))
+        endpoints.discard(server.endpoint)
         return [("Protocols", " and ".join(sorted(versions))),
                 ("Also at", ", ".join(sorted(endpoints)))]
 
@@ -10714,7 +10718,7 @@ def list_summary(servers):
         count_text(players, "player"), len(played), count_text(len(servers), "server"))
     previews = []
     for server in played[:5]:               # more than a chat shows
-        name = server.name or endpoint_text(server.address, server.port)
+        name = server.name or server.endpoint
         previews.append("%s %d" % (name, server.players))
     if previews:
         summary += ": " + ", ".join(previews)
@@ -10969,7 +10973,7 @@ def render_server_row(context, hourly_players, server):
     # how rows are displayed
     escape = html.escape
     room = context.room(server)
-    endpoint = escape(endpoint_text(server.address, server.port))
+    endpoint = escape(server.endpoint)
     name = escape(server.name) or endpoint
     spark = render_sparkline(hourly_players.get(server.key, ()))
     limit = server.max_players
@@ -11012,8 +11016,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
     counts, None if no history is kept, and its uptime() or None. `base` is the scheme and host at
     which other sites reach this page."""
     span, series, _ = history
-    address = endpoint_text(server.address, server.port)
-    name = server.name or address
+    name = server.name or server.endpoint
     link = server_link(server)
     title = context.games.get(server.game, server.game)
     room = context.room(server)
@@ -11060,7 +11063,7 @@ def render_server_page(context, server, is_listed, history, base, wall):
         link=link,
         image=server_link(server, "/banner.svg"),
         base=base,
-        address=address,
+        address=server.endpoint,
         facts=facts)
     return render_page(context, name, about=about, path=link, main=main)
 
@@ -11073,8 +11076,8 @@ def server_facts(context, server, is_listed, history, wall):
     room = context.room(server)
     facts = []
     if not (is_listed and room.join_line):
-        address = endpoint_text(server.address, server.port)
-        facts.append(("Address", fill_template("<code>$address</code>", address=address)))
+        address = fill_template("<code>$address</code>", address=server.endpoint)
+        facts.append(("Address", address))
     if is_listed:
         facts += [
             ("Version", server.version),
@@ -11149,14 +11152,13 @@ def render_players(room, server):
 
 def render_join(room, server):
     """Return how players join a server: a link, and what they can enter instead."""
-    endpoint = endpoint_text(server.address, server.port)
     play = line = ""
     if room.play_link:
         play = fill_template('<a class="play" href="$link">Play</a>',
-                             link=room.play_link % endpoint)
+                             link=room.play_link % server.endpoint)
     if room.join_line:
         text = room.join_line % {
-            "address": server.address, "port": server.port, "endpoint": endpoint}
+            "address": server.address, "port": server.port, "endpoint": server.endpoint}
         line = fill_template("<code>$text</code>", text=text)
     return fill_template(JOIN, play=play, words=room.join_words, line=line)
 
@@ -11271,7 +11273,7 @@ def render_finding(context, finding, wall):
         name = fill_template(
             '<a href="$link"><bdi>$name</bdi></a> $badges<br>',
             link=server_link(server),
-            name=server.name or endpoint_text(server.address, server.port),
+            name=server.name or server.endpoint,
             badges=render_badges(server))
     if finding.at:
         arrival = fill_template(
@@ -12459,7 +12461,7 @@ def played_games(web, servers):
         for key, mean in past.most_played:
             server = web.registry.get(*key)
             if server:
-                name = server.name or endpoint_text(server.address, server.port)
+                name = server.name or server.endpoint
                 most_played.append({"name": name, "page": server_link(server), "mean": mean})
         players = sum([server.players for server in listed])
         # What is stored lacks the present minute
@@ -12873,9 +12875,8 @@ def current_findings(web, request, address, listed):
         findings.append(finding("flood", "%g" % datagrams_per_s, endpoint=address))
     for server in listed:
         room = web.rooms.get(server.room)
-        endpoint = endpoint_text(server.address, server.port)
         outcome = "listed"
-        detail = server.name or endpoint
+        detail = server.name or server.endpoint
         if not server.responding:
             outcome = "mute"
         elif not server.confirmed:
@@ -12887,7 +12888,7 @@ def current_findings(web, request, address, listed):
         elif ":" in server.address and room and room.ipv4_list:
             outcome = "ipv6"
         findings.append(finding(
-            outcome, detail, endpoint=endpoint, game=server.game, at=server.last_seen,
+            outcome, detail, endpoint=server.endpoint, game=server.game, at=server.last_seen,
             server=server))
     return findings
 
@@ -13112,7 +13113,7 @@ def news_message(message_format, server, titles, settings, entry):
     url = settings["http.url"]
     if url:
         url += server_link(server)
-    name = server.name or endpoint_text(server.address, server.port)
+    name = server.name or server.endpoint
     text = string.Template(settings["notify.text"]).safe_substitute(
         name=escape(name),
         game=escape(title),
@@ -16185,7 +16186,7 @@ class MasterServer:
             if event == "gone" or (event == "listed" and server.confirmed):
                 logged.append((event, server))
         for event, server in logged[:LOGGED_EVENTS]:
-            log.info("%s %s %s %a", endpoint_text(server.address, server.port), server.game, event,
+            log.info("%s %s %s %a", server.endpoint, server.game, event,
                      server.name)
         if len(logged) > LOGGED_EVENTS:
             log.info("%d more servers listed or removed in the last second",
