@@ -2685,8 +2685,8 @@ def mean_of(counts):
 def uptime(first_seen, series, *others):
     """Return the share of the time for which a server was there, from 0 to 1, or None.
 
-    The time before it was first seen does not count, nor that for which this master was away, when
-    none of these Series of the same times has a sample."""
+    The time before it was first seen does not count, and neither does the time for which this
+    master was away: then none of these Series, which have the same times, has a sample."""
     # The sample of the step in which it was first seen may be older than that
     samples_before = max(0, math.ceil((first_seen - series.start) / series.step))
     samples = zip(series.means, *[other.means for other in others])
@@ -3822,7 +3822,7 @@ class Game:
         """Do players find a listed server at this address, or do its packets come from there?"""
         return address in (server.address, server.source)
 
-    players_note = ""                           # stands for players that players() does not have
+    players_note = ""                           # what the page says until players() has some
 
     def looked_at(self, server, now):
         """Note that somebody looks at the page of a listed server."""
@@ -9745,7 +9745,7 @@ pre {
   .order { order: 1; }
   .count { flex: 1 1 auto; }
   .order select { height: 1.75rem; border-color: transparent; background: none; }
-  /* What the columns are called is for screen readers, and for who walks there by the keyboard */
+  /* The headings are for screen readers, and for those who get there by the keyboard */
   .board thead tr { flex-wrap: wrap; }
   .board thead:not(:focus-within) {
     position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
@@ -10876,8 +10876,9 @@ def render_table(list_filter, rows, matching, listed, classes, hint):
 
 
 def render_hint(context, list_filter, listed, contacts, other_matches):
-    """Return why no server is shown: how to get servers into an empty list, with the blocks of
-    `contacts`; or what was asked in vain of the `listed` ones, and how many of other games match.
+    """Return why no server is shown. The list is empty: how to get servers into it, with the blocks
+    of `contacts`. Or none of the `listed` ones matches: what was asked, and how many of each other
+    game match.
 
     It is left out of a page that has servers. Hiding it by the style sheet would not do, because
     text browsers show hidden elements too."""
@@ -12086,9 +12087,11 @@ class ListFilter(NamedTuple):
     sort: str = ""                      # "" for the order of the list
 
     def cleared(self):
+        """Return the choice of all servers of the game, in the same order."""
         return ListFilter(self.game, sort=self.sort)
 
     def chooses(self):
+        """May the choice leave out a server of the game?"""
         return self != self.cleared()
 
     def sorted_by(self):
@@ -13927,9 +13930,11 @@ class TcpListener:
         return self.uses_tls and not rules.request_limiter.allow(address, now, 0.5)
 
     def close_least_needed(self, now):
-        """Close one connection, and one of 64 of a long table, because each call looks at all:
-        those that have had their whole answer, and then those of the sources with the most, the one
-        idle for longest first. Connections of game servers that publish themselves come last."""
+        """Close one connection, or a 64th of a long table, because each call looks at all of them.
+
+        Those that have had their whole answer come first, then those of the sources that have the
+        most, of these the one that has been idle for longest. Connections of game servers that
+        publish themselves come last."""
         connections = self.program.connections    # the one idle for longest comes first
         shares = collections.Counter()
         ranks = {}
