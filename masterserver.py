@@ -10659,19 +10659,20 @@ def render_page(context, title, template=PAGE, about="", path="", **values):
 
     `title` says what the page is about; it is empty for the list of all games. If a link to
     the page is posted in a chat, the preview shows the sentence `about` and leads to `path`. Either
-    may be "". `values` are those that the template needs beside $title, $head and $foot."""
+    may be "". `values` are those that the template needs besides what every page has."""
     full_title = " · ".join(filter(None, [title, context.title]))
     link = ""
     if context.url and path:
         link = fill_template(
             '<meta property="og:url" content="$url">\n', url=context.url + path)
+    icon_type, _ = context.logo or (SVG_TYPE, b"")
     head = fill_template(
         HEAD,
         title=full_title,
         about=about or full_title,
         site=context.title,
         link=link,
-        icon_type=context.logo[0] if context.logo else SVG_TYPE)
+        icon_type=icon_type)
     links = {"head": [], "foot": []}
     for place, words, url in context.links:
         links[place].append(fill_template('<a href="$url">$words</a>\n', url=url, words=words))
@@ -13038,7 +13039,7 @@ def get_style_css(web, request):
 
 def get_icon(web, request):
     """Return the operator's logo, or ICON_SVG."""
-    dark_accent = web.look.accent[2]
+    _, _, dark_accent, _ = web.look.accent
     media_type, body = web.look.logo or (SVG_TYPE, (ICON_SVG % dark_accent).encode())
     return HttpResponse(body, media_type, fields=IMAGE_FIELDS, is_public=True)
 
