@@ -9041,8 +9041,8 @@ flavor="3" ping_milliseconds="41"/>
                 ("redeclipse", "<code>/connect 203.0.113.9 5</code>"),
                 ("subspace", "<code>203.0.113.9:5</code>"))
         for game, words in rows:
-            self.assertIn(words, ms.render_join(
-                ms.ROOMS[game], SimpleNamespace(address="203.0.113.9", port=5)))
+            server = make_server(game, "203.0.113.9", port=5)
+            self.assertIn(words, ms.render_join(ms.ROOMS[game], server))
         self.list(name="One")
         page = self.get("/server?game=iceball&address=203.0.113.9&port=1")[2].decode()
         self.assertIn('<p class="join"><a class="play" href="iceball://203.0.113.9:1">', page)
