@@ -3822,8 +3822,6 @@ class Game:
         """Do players find a listed server at this address, or do its packets come from there?"""
         return address in (server.address, server.source)
 
-    players_note = ""                           # what the page says until players() has some
-
     def looked_at(self, server, now):
         """Note that somebody looks at the page of a listed server."""
 
@@ -7496,8 +7494,6 @@ class Quake3(PolledGame, UdpProtocol):
     timeout_s = 1.0
     attempts = 3
 
-    players_note = "The game server has been asked who plays. The next refresh shows its answer."
-
     def __init__(self, program=None):
         super().__init__(program)
         self.statuses = {}              # Quake3Status by the address and port that are asked
@@ -11114,18 +11110,15 @@ def render_count(server):
 
 def render_players(room, server):
     """Return who is on a server: a table without the columns that nobody fills, or a list of names
-    if the game tells no more. Return "" if it is nobody, or if that will never be known."""
-    players = room.players(server)
-    if not players:
-        is_waiting = room.players_note and server.players
-        return fill_template('<h2>Players now</h2>\n<p class="lead">$note</p>\n',
-                             note=room.players_note) if is_waiting else ""
-    players = sorted(players, key=lambda player: (
+    if the game tells no more. Return "" if nobody is known to be there."""
+    players = sorted(room.players(server), key=lambda player: (
         player.is_watching, -(player.score or 0), player.best_s or math.inf,
         player.name.casefold()))
     # A long list of names may have been cut off before it came here
     count = ("the first %d" if len(players) < server.players else "%d") % len(players)
     watching = sum([player.is_watching for player in players])
+    if not players:
+        return ""
     if watching:
         count += ", of them %d watching" % watching
     columns = {"Name": [], "Clan": [], "Score": [], "Time": []}
