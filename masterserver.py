@@ -3498,7 +3498,13 @@ class Contact(NamedTuple):
     block: str                          # a %-template with the values in filled(); several lines
     opens: str                          # what the firewall of the game server has to let in
     title: str = ""                     # of the games, if they are not all of the room
-    games: Tuple[str, ...] = ()         # their ids, likewise; the first names the block
+    games: Tuple[str, ...] = ()         # their ids, likewise
+
+    @property
+    def game(self) -> str:
+        """Return the id that stands for all of them in links to the block."""
+        game, *_ = self.games
+        return game
 
     def filled(self, room, port, place):
         """Return the Contact with its block for a MasterPlace and the port of the game there."""
@@ -9554,7 +9560,7 @@ form {
 }
 form label { display: inline-flex; align-items: center; gap: .5rem; }
 input, button, select { font: inherit; color: var(--ink); }
-button:hover { color: var(--accent); }
+button:hover, summary:hover { color: var(--accent); }
 input:not([type=checkbox]), select {
   height: 2rem; padding: 0 .5rem; border: 1px solid var(--line); border-bottom-color: var(--soft);
   border-radius: 3px; background: var(--raised);
@@ -9580,7 +9586,6 @@ form.check { margin-top: 1.5rem; }
 .check input[type=number] { width: 6rem; }
 /* What opens lies over the list, so that nothing moves */
 summary { min-height: 2rem; padding: .25rem 0; cursor: pointer; white-space: nowrap; }
-summary:hover { color: var(--accent); }
 .filters > div, .choice {
   position: absolute; z-index: 2; padding: .5rem .875rem; border: 1px solid var(--line);
   border-radius: 3px; background: var(--raised);
@@ -11020,15 +11025,13 @@ def render_server_page(context, server, is_listed, history, base, wall):
     room = context.room(server)
     badges = count = join = players = players_chart = ""
     if is_listed:
-        texts = [title, room.mode_text(server), server.map]
-        pieces = []
-        for text in filter(None, texts):
-            # Each may be written from right to left
-            pieces.append(fill_template("<bdi>$text</bdi>", text=text))
+        texts = list(filter(None, [title, room.mode_text(server), server.map]))
+        # Each may be written from right to left
+        pieces = [fill_template("<bdi>$text</bdi>", text=text) for text in texts]
         lead = Html(" · ".join(pieces))
         if server.description:
             lead = Html(lead + fill_template("<br>$text", text=server.description))
-        about = " · ".join(filter(None, [count_text(server.players, "player"), *texts]))
+        about = " · ".join([count_text(server.players, "player"), *texts])
         badges = render_badges(server)
         count = render_count(server)
         join = render_join(room, server)
@@ -11114,11 +11117,11 @@ def render_players(room, server):
     players = sorted(room.players(server), key=lambda player: (
         player.is_watching, -(player.score or 0), player.best_s or math.inf,
         player.name.casefold()))
+    if not players:
+        return ""
     # A long list of names may have been cut off before it came here
     count = ("the first %d" if len(players) < server.players else "%d") % len(players)
     watching = sum([player.is_watching for player in players])
-    if not players:
-        return ""
     if watching:
         count += ", of them %d watching" % watching
     columns = {"Name": [], "Clan": [], "Score": [], "Time": []}
@@ -11162,26 +11165,15 @@ def render_join(room, server):
 
 def render_blocks(contacts):
     """Return the blocks to paste of these filled Contacts, each below the title of its games."""
-    blocks = []
-    for contact in contacts:
-        game, *_ = contact.games
-        blocks.append(fill_template(
-            BLOCK,
-            game=game,
-            title=contact.title,
-            where=contact.where,
-            block=contact.block,
-            opens=contact.opens))
-    return blocks
+    return [fill_template(BLOCK, game=contact.game, **contact._asdict())
+            for contact in contacts]
 
 
 def render_add_page(context, contacts, is_chosen):
     """Return the page with the blocks of `contacts`, all of them or those of a chosen game."""
-    links = []
-    for contact in contacts:
-        game, *_ = contact.games
-        links.append(fill_template('<a href="#add-$game">$title</a>\n',
-                                   game=game, title=contact.title))
+    links = [
+        fill_template('<a href="#add-$game">$title</a>\n', game=contact.game, title=contact.title)
+        for contact in contacts]
     if is_chosen:
         links = [Html('<a href="/add">All games</a>\n')]
     choice = fill_template('<nav class="tabs" aria-label="Games">$links</nav>\n', links=links)
@@ -12361,10 +12353,7 @@ def list_page(web, list_filter, contacts, servers, now):
     filled Contacts."""
     game = list_filter.game
     look = web.look
-    counts = {}
-    for counted_game, listed in web.registry.games.items():
-        if listed:
-            counts[counted_game] = len(listed)
+    counts = {each: len(listed) for each, listed in web.registry.games.items() if listed}
     day = day_total(web.hourly_players, [game] if game else counts)
     countries = web.registry.count_countries(game)
     # The totals are those of the game, whatever is searched in it
