@@ -2894,7 +2894,8 @@ class Database:
 
     def hourly_players(self, wall, length=DAY):
         """Return the mean player counts of each hour of the last day, or of another time in
-        seconds: lists by key, of all servers that were there, and of each game by (game, "", 0)."""
+        seconds: lists by key, of all servers that were there, of each game by (game, "", 0), and of
+        all games by ALL_GAMES."""
         form = BLOCK_FORMS[HOUR]
         times = series_times(HOUR, length, wall)
         blocks = collections.defaultdict(dict)
@@ -12317,22 +12318,6 @@ def get_add(web, request):
     return HttpResponse(page, HTML_TYPE)
 
 
-def day_total(hourly_players, games):
-    """Return the player counts of these games together, for each hour of the last day.
-
-    A count is None if none of the games was recorded in that hour."""
-    days = []
-    for game in games:
-        whole_game = game, "", 0
-        if whole_game in hourly_players:
-            days.append(hourly_players[whole_game])
-    totals = []
-    for counts in zip(*days):
-        recorded = without_gaps(counts)
-        totals.append(sum(recorded) if recorded else None)
-    return totals
-
-
 def get_page(web, request):
     """Return the response with the list page. Its query is that of /servers.json."""
     list_filter = query_filter(web, request)
@@ -12354,7 +12339,7 @@ def list_page(web, list_filter, contacts, servers, now):
     game = list_filter.game
     look = web.look
     counts = {each: len(listed) for each, listed in web.registry.games.items() if listed}
-    day = day_total(web.hourly_players, [game] if game else counts)
+    day = web.hourly_players.get((game, "", 0) if game else ALL_GAMES, ())
     countries = web.registry.count_countries(game)
     # The totals are those of the game, whatever is searched in it
     listed = web.registry.servers(game) if list_filter.chooses() else servers

@@ -8932,15 +8932,13 @@ flavor="3" ping_milliseconds="41"/>
         self.web = ms.Web(self.program._replace(hourly_players=lambda: days[-1]))
         server = self.list(players=3, max_players=8)
         for hour in range(3):
-            day, total = [None, 2, hour], [None, 41, hour]
-            days.append({server.key: day, ("iceball", "", 0): total})
+            day, total, of_all = [None, 2, hour], [None, 41, hour], [None, 57, hour]
+            days.append({server.key: day, ("iceball", "", 0): total, ms.ALL_GAMES: of_all})
             self.web.tick(float(hour))
-            for path in "/", "/?name=s":
+            for path, total in (("/", of_all), ("/?name=s", of_all), ("/?game=iceball", total)):
                 page = self.get(path, now=float(hour))[2].decode()
                 self.assertIn("</span>%s<td" % ms.render_sparkline(day), page)
                 self.assertIn(ms.render_sparkline(total), page)
-        days = {("a", "", 0): [1, None, None], ("b", "", 0): [2, 3, None]}
-        self.assertEqual(ms.day_total(days, ["a", "b", "x"]), [3, 3, None])
 
     def test_a_reload_shows_at_once(self):
         self.list(game="mygame")
