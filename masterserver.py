@@ -12117,8 +12117,7 @@ class ListFilter(NamedTuple):
 
 def in_address(server, text):
     """Text with a colon is searched in the address with its port, other text in it alone."""
-    address = server.address
-    return text in (endpoint_text(address, server.port) if ":" in text else address)
+    return text in (server.endpoint if ":" in text else server.address)
 
 
 def query_filter(web, request, default_game=""):

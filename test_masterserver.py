@@ -8935,10 +8935,10 @@ flavor="3" ping_milliseconds="41"/>
             day, total, of_all = [None, 2, hour], [None, 41, hour], [None, 57, hour]
             days.append({server.key: day, ("iceball", "", 0): total, ms.ALL_GAMES: of_all})
             self.web.tick(float(hour))
-            for path, total in (("/", of_all), ("/?name=s", of_all), ("/?game=iceball", total)):
+            for path, counts in (("/", of_all), ("/?name=s", of_all), ("/?game=iceball", total)):
                 page = self.get(path, now=float(hour))[2].decode()
                 self.assertIn("</span>%s<td" % ms.render_sparkline(day), page)
-                self.assertIn(ms.render_sparkline(total), page)
+                self.assertIn(ms.render_sparkline(counts), page)
 
     def test_a_reload_shows_at_once(self):
         self.list(game="mygame")
