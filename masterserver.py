@@ -10607,25 +10607,27 @@ def badges_of(server):
 
 
 def render_badges(server):
-    pieces = []
-    for badge, explanation in badges_of(server):
-        pieces.append(' <i title="%s">%s</i>' % (explanation, badge))
-    return Html("".join(pieces))
+    return Html("".join([
+        f' <i title="{explanation}">{badge}</i>' for badge, explanation in badges_of(server)]))
+
+
+# Ids have no blanks
+SIGN_IDS = {badge: "s-" + badge.replace(" ", "-") for badge in SIGNS}
+SYMBOLS = "".join([
+    f'<symbol id="{SIGN_IDS[badge]}" viewBox="0 0 12 12">{drawing}</symbol>'
+    for badge, drawing in SIGNS.items()])
 
 
 def render_sign(badge):
-    word = badge.replace(" ", "-")
-    return f'<svg aria-hidden="true"><use href="#s-{word}"/></svg>'
+    return f'<svg aria-hidden="true"><use href="#{SIGN_IDS[badge]}"/></svg>'
 
 
 def render_signs(server):
     """Return the badges as pictures, which name themselves to those who do not see them."""
-    pieces = []
-    for badge, explanation in badges_of(server):
-        pieces.append(
-            f'<i class="{badge}" title="{badge.capitalize()}: {explanation}">{render_sign(badge)}'
-            f'<span class="unseen"> {badge}</span></i>')
-    return "".join(pieces)
+    return "".join([
+        f'<i class="{badge}" title="{badge.capitalize()}: {explanation}">{render_sign(badge)}'
+        f'<span class="unseen"> {badge}</span></i>'
+        for badge, explanation in badges_of(server)])
 
 
 def render_legend(rows):
@@ -10861,13 +10863,9 @@ def render_headings(list_filter):
 def render_table(list_filter, rows, matching, listed, classes, hint):
     """Return the table with these rows of the servers that pass a ListFilter, of all that are
     listed. Without rows the hint says why."""
-    symbols = []
-    for badge, drawing in SIGNS.items():
-        symbols.append('<symbol id="s-%s" viewBox="0 0 12 12">%s</symbol>' % (
-            badge.replace(" ", "-"), drawing))
     return fill_template(
         TABLE,
-        symbols=Html("".join(symbols)),
+        symbols=Html(SYMBOLS),
         classes=" ".join(["board", *classes]),
         matching=matching,
         listed=listed,
@@ -11046,11 +11044,9 @@ def render_server_page(context, server, is_listed, history, base, wall):
         tabs = [render_tab("%s&span=%s" % (link, choice), choice.capitalize(), choice == span)
                 for choice in SPANS]
         players_chart = fill_template(HISTORY, tabs=tabs, chart=render_chart(series, wall))
-    facts = []
-    for fact, value in server_facts(context, server, is_listed, history, wall):
-        if value:
-            facts.append(fill_template(
-                "<div><dt>$name</dt><dd>$value</dd></div>\n", name=fact, value=value))
+    facts = [
+        fill_template("<div><dt>$name</dt><dd>$value</dd></div>\n", name=fact, value=value)
+        for fact, value in server_facts(context, server, is_listed, history, wall) if value]
     main = fill_template(
         SERVER_PAGE,
         game=title,
@@ -11195,12 +11191,10 @@ def render_played_game(entry):
     numbers = [entry["servers"], entry["players"]]
     for values in (entry["peaks"], entry["means"]):
         numbers += [values.get(span) for span in ("day", "week", "month")]
-    servers = []
-    for server in entry["most_played"][:2]:
-        servers.append(fill_template(
-            '<span><a href="$page"><bdi>$name</bdi></a> $number</span>',
-            **server,
-            number=mean_text(server["mean"])))
+    servers = [
+        fill_template('<span><a href="$page"><bdi>$name</bdi></a> $number</span>',
+                      number=mean_text(server["mean"]), **server)
+        for server in entry["most_played"][:2]]
     return fill_template(
         '<tr><th scope="row"><a href="$link"><bdi>$title</bdi></a>$numbers<td>$chart'
         '<td>$servers\n',
