@@ -16038,7 +16038,8 @@ class MasterServer:
         """Run one round of the loop: wait until a socket is ready, a tick is due or the time
         `until` has come, handle the sockets that are ready, and make the ticks that are due."""
         wait_until = min(until, self.next_connection_tick, self.next_tick)
-        wait_s = 0.0 if self.turns.things else max(0.0, wait_until - time.monotonic())
+        waiting = len(self.turns)
+        wait_s = 0.0 if waiting else max(0.0, wait_until - time.monotonic())
         ready_sockets = self.selector.select(wait_s)
         now = time.monotonic()
         for key, _ in ready_sockets:
@@ -16048,8 +16049,8 @@ class MasterServer:
             self.next_connection_tick = now + LOOK_S
             for connection in list(self.connections):
                 self.guarded(connection.call_in_turn, connection.tick, now)
-        if self.turns.things:
-            self.take_turns(now)
+        if waiting:
+            self.take_turns(waiting, now)
         if now >= self.next_tick:
             late_s = now - self.next_tick
             if late_s >= 5.0:
@@ -16060,12 +16061,13 @@ class MasterServer:
             self.tick(now)
         self.busy_s = max(self.busy_s, time.monotonic() - now)
 
-    def take_turns(self, now):
-        """Let connections have their turns for TURNS_S, however long the datagrams have taken. The
-        others keep their places."""
+    def take_turns(self, count, now):
+        """Let so many connections have their turns, for TURNS_S at most, however long the datagrams
+        have taken. The others keep their places."""
         ends = time.monotonic() + TURNS_S
-        while self.turns:
-            self.guarded(self.turns.next(), now)
+        for _ in range(count):
+            if self.turns:                          # a connection may have closed another
+                self.guarded(self.turns.next(), now)
             if time.monotonic() >= ends:
                 break
 

@@ -12084,7 +12084,7 @@ class ConnectionTest(unittest.TestCase):
 
     def all_turns(self, server: ms.MasterServer, now: float) -> None:
         while server.turns:
-            server.take_turns(now)
+            server.take_turns(len(server.turns), now)
 
     def test_all_that_came_is_answered_one_by_one(self) -> None:
         connection, peer = self.make(OneAnswer(3), data=b"abc.d")
@@ -12270,7 +12270,7 @@ class ConnectionTest(unittest.TestCase):
         for number in range(5):
             server.turns.add("192.0.2.1", number, calls.append)
         with mock.patch.object(ms, "TURNS_S", 60.0):
-            server.take_turns(time.monotonic() - 120.0)
+            server.take_turns(5, time.monotonic() - 120.0)
         self.assertEqual(len(calls), 5)
 
     def test_a_round_is_short_and_sources_take_turns(self) -> None:
@@ -12296,7 +12296,7 @@ class ConnectionTest(unittest.TestCase):
                 peer.sendall(b"x" * 45)
             with mock.patch.object(ms, "TURNS_S", 0.0):
                 server.next_connection_tick = math.inf
-                for number in range(1, len(order) + 1):
+                for number in range(len(order) + 1):                # first they get in line
                     server.handle_events(0.0)
                     self.assertEqual("".join(answered), order[:number])
 
@@ -12339,9 +12339,10 @@ class ConnectionTest(unittest.TestCase):
             tally = server.tallies["http"]
             with mock.patch.object(ms, "RENDERED_AT_ONCE", 1), \
                     mock.patch.object(ms, "SEARCHED_AT_ONCE", 1), \
-                    mock.patch.object(ms, "TURNS_S", 0.0):
+                    mock.patch.object(ms, "TURNS_S", 60.0):         # a round gives it one turn
                 client.sendall(http_request(path, "Connection: close"))
                 eventually(lambda: server.handle_events(0.0) or server.turns.things)
+                server.handle_events(0.0)
                 self.assertEqual(tally.sent, 0)
                 other.sendall(http_request("/healthz"))
                 eventually(lambda: server.handle_events(0.0) or tally.sent)
@@ -12831,7 +12832,7 @@ class LimitsOnTheWireTest(unittest.TestCase):
                 self.assertIn(sock.fileno(), server.selector.get_map())
             accept.side_effect = sock.accept
             listener.on_readable(2.0)
-            server.take_turns(2.0)
+            server.take_turns(len(server.turns), 2.0)
             self.assertEqual((len(client.recv(12)), server.health), (12, {}))
         self.assertEqual((accept.call_count, len(logged.records)), (4, 1))
 
