@@ -7855,8 +7855,9 @@ class Cube2OnTheWire(unittest.TestCase):
         def start_master():
             server = master(**{room.game + "__port": str(port)}, server__database=database,
                             limits__exempt="127.0.0.0/8")
+            server.bind()
+            server.poller.interval = 0.5        # before the first poll
             server.start()
-            server.poller.interval = 0.5
             self.addCleanup(server.stop)
             return server
         server = start_master()
@@ -8057,7 +8058,8 @@ class FuzzTest(unittest.TestCase):
                  for row in self.chance.sample([*ms.SETTINGS.values()], 3)]
         with open(path, "wb") as file:
             file.write(self.mutated("".join(lines).encode()))
-        with contextlib.suppress(ms.SettingsError):
+        with contextlib.suppress(ms.SettingsError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)      # of a pattern such as "[[a]"
             ms.Settings.load(path)
 
     def tick(self):
@@ -9919,9 +9921,10 @@ class LuantiOnTheWire(unittest.TestCase):
 
         def start_master():
             server = master(http__ports=str(port), server__database=database)
+            server.bind()
+            server.poller.interval = 0.5        # before the first poll
             server.start()
             self.addCleanup(server.stop)
-            server.poller.interval = 0.5
             return server
 
         def start_game():
